@@ -1,0 +1,498 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs with ``--prefill-context-parallel-size`` above 1, and what is refused.
+
+``RULES`` lists every refusal; whatever no rule names is admitted. A feature becomes
+supported by deleting its rule. The table in ``docs/support.md`` is ``refusal_table()``,
+and a test keeps the two equal.
+
+Everything is decided from the configuration, in the process that parses it, so that a
+refusal costs no model load and no GPU memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from vllm.plugins.pcp.routing import EXECUTOR, WORKERS
+from vllm.v1.attention.backends.pcp import BACKENDS
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+# Returns the offending setting as "name=value", or None if all is well. A setting that
+# vLLM has yet to resolve is well.
+Received: TypeAlias = Callable[["VllmConfig"], str | None]
+
+MAX_PCP_WORLD_SIZE = 64
+KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
+
+# Decoders whose prompt attends to itself in both directions; no setting says so.
+_PREFIX_LM = ("HrmTextForCausalLM",)
+
+# Model classes that write the KV cache in a kernel of their own, and the package of those
+# that --model-class-overrides can put in place of a generic class.
+_FUSED_CACHE_WRITE = (
+    "DeepseekV4ForCausalLM",
+    "MiniMaxM3SparseForCausalLM",
+    "MiniMaxM3SparseForConditionalGeneration",
+)
+_FUSED_CACHE_WRITE_PACKAGE = "vllm.models."
+
+# Workers that take a GPU each. One from elsewhere may place its ranks as it likes.
+_ONE_GPU_EACH = frozenset({"auto", *WORKERS, *WORKERS.values()})
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One thing that does not run with prefill context parallelism.
+
+    Attributes:
+        feature: The name users know; completes "does not support ...".
+        received: Finds the feature in a configuration.
+        reason: Why it is refused.
+        way_out: What to change, an imperative clause without a full stop.
+        status: Whether support is planned.
+        error: NotImplementedError for what could run one day, ValueError for what cannot.
+    """
+
+    feature: str
+    received: Received
+    reason: str
+    way_out: str
+    status: Literal["planned", "refused"] = "refused"
+    error: type[NotImplementedError] | type[ValueError] = NotImplementedError
+
+    def sentence(self, received: str) -> str:
+        """Return what the user reads when ``received`` is refused."""
+        return (
+            f"Prefill context parallelism does not support {self.feature} (got {received}). "
+            f"{self.way_out}, or set --prefill-context-parallel-size 1."
+        )
+
+
+def validate_config(vllm_config: VllmConfig) -> None:
+    """Refuse a configuration that does not run with prefill context parallelism.
+
+    Does nothing if ``prefill_context_parallel_size`` is 1. Changes nothing, so it can run
+    twice: before vLLM fills in its defaults, to speak before vLLM refuses or overrides a
+    setting for reasons that do not mention P, and after, when defaults such as the KV
+    cache type of a quantized checkpoint are known.
+
+    Args:
+        vllm_config: The configuration, with the real ``prefill_context_parallel_size``.
+
+    Raises:
+        NotImplementedError: Features are set that do not run with P > 1.
+        ValueError: At least one setting makes no sense with P > 1. Either error has one
+            line for each thing refused.
+    """
+    if vllm_config.parallel_config.prefill_context_parallel_size == 1:
+        return
+    refused = [(rule, received) for rule in RULES if (received := rule.received(vllm_config))]
+    if not refused:
+        return
+    is_senseless = any(rule.error is ValueError for rule, _ in refused)
+    error = ValueError if is_senseless else NotImplementedError
+    raise error("\n".join(rule.sentence(received) for rule, received in refused))
+
+
+def refusal_table() -> str:
+    """Return ``RULES`` as the Markdown table of ``docs/support.md``."""
+    lines = ["| Not with P > 1 | Why | Way out | Status |", "| --- | --- | --- | --- |"]
+    lines += [
+        f"| {rule.feature} | {rule.reason} | {rule.way_out} | {rule.status} |" for rule in RULES
+    ]
+    return "\n".join(lines)
+
+
+def _setting(path: str, *, at_most: int = 0) -> Received:
+    """Find a flag that is on, or a number above ``at_most``."""
+    read = attrgetter(path)
+    name = path.rpartition(".")[2]
+
+    def received(config: VllmConfig) -> str | None:
+        value = read(config)
+        return f"{name}={value}" if value is not None and value > at_most else None
+
+    return received
+
+
+def _optional_config(name: str, field: str) -> Received:
+    """Find a part of the configuration that is absent unless its feature is used."""
+    part, value = attrgetter(name), attrgetter(f"{name}.{field}")
+
+    def received(config: VllmConfig) -> str | None:
+        return None if part(config) is None else f"{field}={value(config)}"
+
+    return received
+
+
+def _model(is_refused: Callable[[ModelConfig], bool]) -> Received:
+    """Find a kind of model."""
+
+    def received(config: VllmConfig) -> str | None:
+        model = config.model_config
+        return f"architecture={model.architecture}" if is_refused(model) else None
+
+    return received
+
+
+def _hf_setting(name: str) -> Received:
+    """Find a key of the model's own configuration that holds anything but zero or null."""
+
+    def received(config: VllmConfig) -> str | None:
+        text_config = config.model_config.hf_text_config
+        value = getattr(text_config, name) if hasattr(text_config, name) else None
+        return f"{name}={value}" if value else None
+
+    return received
+
+
+def _v1_model_runner(_: VllmConfig) -> str | None:
+    value = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "1")
+    return f"VLLM_USE_V2_MODEL_RUNNER={value}" if value.strip() == "0" else None
+
+
+def _platform(_: VllmConfig) -> str | None:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cuda() or current_platform.is_cpu():
+        return None
+    return f"platform={current_platform.device_name}"
+
+
+def _missing_gpus(config: VllmConfig) -> str | None:
+    from vllm.platforms import current_platform
+
+    parallel = config.parallel_config
+    takes_gpus = current_platform.is_cuda() and parallel.worker_cls in _ONE_GPU_EACH
+    if not takes_gpus or parallel.nnodes > 1:
+        return None
+    num_gpus = current_platform.device_count()
+    if parallel.world_size <= num_gpus:
+        return None
+    return f"world_size={parallel.world_size} with {num_gpus} visible"
+
+
+def _executor(config: VllmConfig) -> str | None:
+    backend = config.parallel_config.distributed_executor_backend
+    if isinstance(backend, type):
+        backend = f"{backend.__module__}.{backend.__qualname__}"
+    is_fine = backend in (None, "mp", EXECUTOR)
+    return None if is_fine else f"distributed_executor_backend={backend}"
+
+
+def _microbatches(config: VllmConfig) -> str | None:
+    parallel = config.parallel_config
+    if parallel.enable_dbo:
+        return "enable_dbo=True"
+    return f"ubatch_size={parallel.ubatch_size}" if parallel.use_ubatching else None
+
+
+def _sequence_parallelism(config: VllmConfig) -> str | None:
+    if config.parallel_config.tensor_parallel_size == 1:
+        return None  # vLLM itself turns both passes off
+    passes = config.compilation_config.pass_config
+    if passes.fuse_gemm_comms:
+        return "pass_config.fuse_gemm_comms=True"
+    return "pass_config.enable_sp=True" if passes.enable_sp else None
+
+
+_mla = _model(lambda model: model.use_mla)
+_sparse_mla = _hf_setting("index_topk")
+
+
+def _dense_mla(config: VllmConfig) -> str | None:
+    return None if _sparse_mla(config) else _mla(config)
+
+
+def _fused_cache_write(config: VllmConfig) -> str | None:
+    model = config.model_config
+    if model.architecture in _FUSED_CACHE_WRITE:
+        return f"architecture={model.architecture}"
+    for architecture, target in model.model_class_overrides.items():
+        if target.startswith(_FUSED_CACHE_WRITE_PACKAGE):
+            return f"model_class_overrides={architecture}:{target}"
+    return None
+
+
+def _is_bidirectional(model: ModelConfig) -> bool:
+    return model.attn_type == "encoder_only" or model.architecture in _PREFIX_LM
+
+
+def _takes_multimodal_inputs(model: ModelConfig) -> bool:
+    multimodal = model.multimodal_config
+    if multimodal is None:
+        return False
+    return multimodal.enable_mm_embeds or not multimodal.language_model_only
+
+
+def _kv_connector(config: VllmConfig) -> str | None:
+    transfer = config.kv_transfer_config
+    # vLLM turns kv_offloading_size, which has a rule of its own, into a connector.
+    if transfer is None or config.cache_config.kv_offloading_size is not None:
+        return None
+    return f"kv_connector={transfer.kv_connector}" if transfer.kv_connector else None
+
+
+def _attention_backend(config: VllmConfig) -> str | None:
+    backend = config.attention_config.backend
+    if backend is None or backend.name in BACKENDS:
+        return None
+    return f"attention_backend={backend.name}"
+
+
+def _kv_cache_dtype(config: VllmConfig) -> str | None:
+    dtype = config.cache_config.cache_dtype
+    return None if dtype in KV_CACHE_DTYPES else f"kv_cache_dtype={dtype}"
+
+
+RULES: tuple[Rule, ...] = (
+    # Where it runs
+    Rule(
+        "model runner V1",
+        _v1_model_runner,
+        "Prompts are split inside model runner V2",
+        "Unset VLLM_USE_V2_MODEL_RUNNER",
+        error=ValueError,
+    ),
+    Rule(
+        "platforms other than CUDA and CPU",
+        _platform,
+        "Never tried",
+        "Run on NVIDIA GPUs or on CPUs",
+    ),
+    Rule(
+        f"more than {MAX_PCP_WORLD_SIZE} ranks",
+        _setting("parallel_config.prefill_context_parallel_size", at_most=MAX_PCP_WORLD_SIZE),
+        "Never tried",
+        f"Set --prefill-context-parallel-size to at most {MAX_PCP_WORLD_SIZE}",
+        error=ValueError,
+    ),
+    Rule(
+        "more ranks than GPUs",
+        _missing_gpus,
+        "Each of the P x TP ranks needs a GPU",
+        "Lower --prefill-context-parallel-size or --tensor-parallel-size",
+        error=ValueError,
+    ),
+    Rule(
+        "several nodes",
+        _setting("parallel_config.nnodes", at_most=1),
+        "Never tried",
+        "Drop --nnodes",
+    ),
+    Rule(
+        "executors other than mp",
+        _executor,
+        "The executor keeps P out of the accounting of the KV cache",
+        "Set --distributed-executor-backend mp",
+    ),
+    # Other kinds of parallelism
+    Rule(
+        "decode context parallelism",
+        _setting("parallel_config.decode_context_parallel_size", at_most=1),
+        "Queries have to be gathered over ranks that hold different parts of the KV cache",
+        "Set --decode-context-parallel-size 1",
+        status="planned",
+    ),
+    Rule(
+        "pipeline parallelism",
+        _setting("parallel_config.pipeline_parallel_size", at_most=1),
+        "Stages would hand each other the activations of split batches",
+        "Set --pipeline-parallel-size 1",
+    ),
+    Rule(
+        "data parallelism",
+        _setting("parallel_config.data_parallel_size", at_most=1),
+        "Replicas of MoE models step together; never tried with dense models",
+        "Drop --data-parallel-size and start one server for each replica",
+    ),
+    Rule(
+        "dual batch overlap and micro-batches",
+        _microbatches,
+        "They cut a batch that is already cut",
+        "Drop --enable-dbo and --ubatch-size",
+    ),
+    Rule(
+        "sequence parallelism and async TP",
+        _sequence_parallelism,
+        "Model runner V2 has neither",
+        "Set enable_sp and fuse_gemm_comms to false in the pass_config of --compilation-config",
+    ),
+    Rule(
+        "expert parallelism load balancing",
+        _setting("parallel_config.enable_eplb"),
+        "Tokens per expert would be counted on one rank's share",
+        "Drop --enable-eplb",
+    ),
+    Rule(
+        "elastic expert parallelism",
+        _setting("parallel_config.enable_elastic_ep"),
+        "Ranks come and go, the split over them does not",
+        "Drop --enable-elastic-ep",
+    ),
+    # Models
+    Rule(
+        "dense MLA models",
+        _dense_mla,
+        "The latent cache needs a gather of its own",
+        "Serve a model with GQA or MHA",
+        status="planned",
+    ),
+    Rule(
+        "sparse MLA models",
+        _sparse_mla,
+        "The indexer's cache needs a gather of its own",
+        "Serve a model with GQA or MHA",
+        status="planned",
+    ),
+    Rule(
+        "mixture-of-experts models",
+        _model(lambda model: model.is_moe),
+        "Experts are sharded over P x TP and need the rows of all ranks",
+        "Serve a dense model",
+        status="planned",
+    ),
+    Rule(
+        "models that write the KV cache in fused kernels",
+        _fused_cache_write,
+        "The write passes by the gather",
+        "Serve another model, or drop --model-class-overrides",
+    ),
+    Rule(
+        "hybrid, linear-attention and state-space models",
+        _model(lambda model: model.is_hybrid or model.is_attention_free),
+        "A recurrent state runs through all tokens of a request in order",
+        "Serve a model that has attention only",
+    ),
+    Rule(
+        "encoder-decoder models",
+        _model(lambda model: model.is_encoder_decoder),
+        "Cross-attention keeps state for the requests of the whole batch",
+        "Serve a decoder-only model",
+    ),
+    Rule(
+        "encoder-only and prefix LM models",
+        _model(_is_bidirectional),
+        "Tokens are split so that each attends to earlier ones only",
+        "Serve a causal model",
+    ),
+    Rule(
+        "non-causal attention",
+        _setting("attention_config.use_non_causal"),
+        "Tokens are split so that each attends to earlier ones only",
+        "Drop use_non_causal from --attention-config",
+    ),
+    Rule(
+        "diffusion language models",
+        _model(lambda model: model.is_diffusion),
+        "A denoising step is neither prefill nor decode",
+        "Serve an autoregressive model",
+    ),
+    Rule(
+        "chunked local attention",
+        _hf_setting("attention_chunk_size"),
+        "Never tried; it cuts rows that are already cut",
+        "Serve a model with full or sliding-window attention",
+    ),
+    Rule(
+        "reference sliding-window attention",
+        _setting("model_config.rswa_window"),
+        "Its mask depends on where the prompt of each row ends",
+        "Serve a model with full or sliding-window attention",
+    ),
+    Rule(
+        "static sink tokens",
+        _hf_setting("param_sink_number"),
+        "Their block table has one row for each request, a split batch has two",
+        "Serve another model",
+    ),
+    Rule(
+        "multimodal inputs",
+        _model(_takes_multimodal_inputs),
+        "Embeddings are placed by position in the whole batch",
+        "Set --language-model-only and drop --enable-mm-embeds",
+    ),
+    Rule(
+        "M-RoPE and XD-RoPE models",
+        _model(lambda model: model.uses_mrope or model.uses_xdrope_dim > 0),
+        "Their positions are kept for the whole batch",
+        "Serve a model with one position for each token",
+    ),
+    # Attention and KV cache
+    Rule(
+        "attention backends without a gather before the cache write",
+        _attention_backend,
+        "Ranks would lack each other's keys and values",
+        f"Set --attention-backend to auto or one of {', '.join(BACKENDS)}",
+    ),
+    Rule(
+        "quantized KV caches other than FP8",
+        _kv_cache_dtype,
+        "Never tried",
+        f"Set --kv-cache-dtype to one of {', '.join(KV_CACHE_DTYPES)}",
+    ),
+    Rule(
+        "KV scales calculated at run time",
+        _setting("cache_config.calculate_kv_scales"),
+        "Each rank would derive them from its own tokens",
+        "Drop --calculate-kv-scales",
+    ),
+    Rule(
+        "fast prefill with shared KV caches",
+        _setting("cache_config.kv_sharing_fast_prefill"),
+        "Model runner V2 lacks it",
+        "Drop --kv-sharing-fast-prefill",
+    ),
+    Rule(
+        "KV connectors",
+        _kv_connector,
+        "Connectors take P for a number of KV shards",
+        "Drop --kv-transfer-config",
+    ),
+    Rule(
+        "KV cache offloading",
+        _setting("cache_config.kv_offloading_size", at_most=-1),  # vLLM takes 0 as set
+        "Offloading takes P for a number of KV shards",
+        "Drop --kv-offloading-size",
+        status="planned",
+    ),
+    Rule(
+        "encoder cache transfer",
+        _optional_config("ec_transfer_config", "ec_connector"),
+        "Model runner V2 lacks it",
+        "Drop --ec-transfer-config",
+    ),
+    # Features
+    Rule(
+        "LoRA",
+        _optional_config("lora_config", "max_loras"),
+        "Adapters are mapped to the tokens of the whole batch",
+        "Drop --enable-lora",
+        status="planned",
+    ),
+    Rule(
+        "speculative decoding",
+        _optional_config("speculative_config", "method"),
+        "Drafting reads hidden states and attention metadata of the whole batch",
+        "Drop --speculative-config",
+        status="planned",
+    ),
+    Rule(
+        "prompt embeddings",
+        _setting("model_config.enable_prompt_embeds"),
+        "Model runner V2 lacks them",
+        "Drop --enable-prompt-embeds",
+    ),
+    Rule(
+        "sleep mode",
+        _setting("model_config.enable_sleep_mode"),
+        "Never tried; buffers allocated with the KV cache lose their contents",
+        "Drop --enable-sleep-mode",
+    ),
+)

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a configuration with P > 1 is turned into."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# Worker that the platform chose -> ours over it.
+WORKERS = {
+    "vllm.v1.worker.gpu_worker.Worker": "vllm.v1.worker.pcp.gpu_worker.PCPWorker",
+    "vllm.v1.worker.cpu_worker.CPUWorker": "vllm.v1.worker.pcp.cpu_worker.PCPCPUWorker",
+}
+EXECUTOR = "vllm.v1.executor.pcp.PCPMultiprocExecutor"
+OMP_BIND_ENV = "VLLM_CPU_OMP_THREADS_BIND"
+
+
+def wrap_vllm_config_post_init(original: Callable[[VllmConfig], None]) -> Callable[[VllmConfig], None]:
+    """Let a configuration with P > 1 pass vLLM's validation, ours, and be routed to our classes.
+
+    vLLM validates it as if P were 1. The engine core validates its configuration a second time; it is at the
+    scheduler's view by then, P = 1, and its classes stay routed.
+    """
+
+    @functools.wraps(original)
+    def __post_init__(self: VllmConfig) -> None:
+        pcp_world_size = self.parallel_config.prefill_context_parallel_size
+        if pcp_world_size == 1:
+            return original(self)
+        from vllm.plugins.pcp.admission import validate_config
+
+        require_model_runner_v2()
+        # Ahead of vLLM, which would refuse or override some settings for reasons that do not mention P, and behind
+        # it, when its defaults are known.
+        validate_config(self)
+        self.parallel_config.prefill_context_parallel_size = 1
+        try:
+            original(self)
+        finally:
+            self.parallel_config.prefill_context_parallel_size = pcp_world_size
+        validate_config(self)
+        route(self)
+
+    return __post_init__
+
+
+def require_model_runner_v2() -> None:
+    """Choose Model Runner V2 in this process and the ones it starts; the engine core no longer sees P.
+
+    Raises:
+        ValueError: the user chose the other one.
+    """
+    value = os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
+    if value.strip().lower() not in ("1", "true"):
+        raise ValueError(
+            f"Prefill context parallelism needs Model Runner V2 (got VLLM_USE_V2_MODEL_RUNNER={value}). "
+            "Unset VLLM_USE_V2_MODEL_RUNNER or set --prefill-context-parallel-size 1."
+        )
+
+
+def route(vllm_config: VllmConfig) -> None:
+    """Name our worker and executor in an admitted configuration."""
+    parallel_config = vllm_config.parallel_config
+    parallel_config.worker_cls = WORKERS.get(parallel_config.worker_cls, parallel_config.worker_cls)
+    parallel_config.distributed_executor_backend = EXECUTOR
+    # Fusions of rotary embedding and cache write pass by ``do_kv_cache_update``, where the gather is.
+    vllm_config.compilation_config.pass_config.fuse_rope_kvcache = False
+    vllm_config.compilation_config.pass_config.fuse_rope_kvcache_cat_mla = False
+
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        bind_cpu_ranks(parallel_config.world_size)
+
+
+def bind_cpu_ranks(world_size: int) -> None:
+    """Give each rank its share of the cores, where the user named none.
+
+    vLLM's automatic binding wants a NUMA node for each rank.
+    """
+    if os.environ.get(OMP_BIND_ENV, "auto") != "auto":
+        return
+    from vllm.utils.cpu_resource_utils import get_visible_memory_node
+
+    if len(get_visible_memory_node()) >= world_size:
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // world_size
+    if share == 0:
+        os.environ[OMP_BIND_ENV] = "nobind"
+        return
+    ranks = (cores[rank * share : (rank + 1) * share] for rank in range(world_size))
+    os.environ[OMP_BIND_ENV] = "|".join(",".join(map(str, rank)) for rank in ranks)

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention backends that gather the KV of all PCP ranks before they write it to the cache.
+
+kv_gather  what they share: the mixins over a stock implementation and metadata builder
+flash_attn, flash_attn_diffkv, flashinfer, triton_attn, cpu_attn  one stock backend each
+"""
+
+from __future__ import annotations
+
+# Name in vLLM's backend registry -> class that takes its place for P > 1. Backends that are not listed keep
+# ``supports_pcp = False`` and are refused.
+BACKENDS = {
+    "FLASH_ATTN": "vllm.v1.attention.backends.pcp.flash_attn.PCPFlashAttentionBackend",
+    "FLASH_ATTN_DIFFKV": "vllm.v1.attention.backends.pcp.flash_attn_diffkv.PCPFlashAttentionDiffKVBackend",
+    "FLASHINFER": "vllm.v1.attention.backends.pcp.flashinfer.PCPFlashInferBackend",
+    "TRITON_ATTN": "vllm.v1.attention.backends.pcp.triton_attn.PCPTritonAttentionBackend",
+    "CPU_ATTN": "vllm.v1.attention.backends.pcp.cpu_attn.PCPCPUAttentionBackend",
+}
+
+
+def register_backends() -> None:
+    """Put our classes into vLLM's registry, in a worker process and before it loads a model."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    for name, class_path in BACKENDS.items():
+        register_backend(AttentionBackendEnum[name], class_path)

@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill context parallelism inside Model Runner V2.
+
+layout        which rank computes which token: pure numpy, no communication
+manager       PCPManager: turns a scheduled batch into this rank's rows and back
+model_runner  PCPRunnerMixin: where the runner hands its steps to the manager
+"""

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where Model Runner V2 hands its steps to the PCPManager."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from vllm.config import get_layers_from_vllm_config
+from vllm.distributed.pcp.collectives import broadcast_from_first_rank, gather_rows
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.pcp.manager import PCPManager, PCPStep
+
+if TYPE_CHECKING:
+    from vllm.sequence import IntermediateTensors
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.sample.output import SamplerOutput
+
+    _RunnerBase = GPUModelRunner
+else:
+    _RunnerBase = object
+
+
+class PCPRunnerMixin(_RunnerBase):
+    """Over a V2 model runner that has been built: see ``make_pcp_runner``.
+
+    A step without a partitioned prefill takes the stock path from end to end. A partitioned step runs outside CUDA
+    graphs; between ``prepare_inputs`` and the restored hidden states the runner sees the local batch.
+    """
+
+    pcp: PCPManager
+    _pcp_step: PCPStep | None = None
+    _partitions_step: bool = False
+    _is_gather_warm_up: bool = False
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the model, then size the KV gather by its layers."""
+        super().load_model(*args, **kwargs)
+        self.pcp.init_kv_gather(self._max_kv_row_bytes())
+
+    def _max_kv_row_bytes(self) -> int:
+        """Return the most bytes of new KV that a token has in one layer.
+
+        Raises:
+            NotImplementedError: a layer was given an attention backend without support, whatever was configured.
+        """
+        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
+        unsupported = {
+            type(layer.impl).__name__: name
+            for name, layer in layers.items()
+            if not layer.impl.supports_pcp
+        }
+        if unsupported:
+            raise NotImplementedError(
+                "Prefill context parallelism does not support an attention implementation that the model brings "
+                f"along (got {unsupported}). Set --prefill-context-parallel-size 1."
+            )
+        return max(
+            layer.num_kv_heads * (layer.head_size + layer.head_size_v) * self.dtype.itemsize
+            for layer in layers.values()
+        )
+
+    @torch.inference_mode()
+    def profile_run(self) -> None:
+        """Profile with the most tokens that a rank runs, so that P ranks do not cost KV capacity."""
+        max_num_tokens = self.max_num_tokens
+        self.max_num_tokens = self.pcp.max_local_tokens
+        try:
+            super().profile_run()
+        finally:
+            self.max_num_tokens = max_num_tokens
+
+    @torch.inference_mode()
+    def warm_up_gather(self) -> None:
+        """Run every PCP collective once: the first request must not pay for connections and kernel compilation.
+
+        Collectives: those of a partitioned step, of two tokens a rank.
+        """
+        self._is_gather_warm_up = True
+        try:
+            hidden_states, _ = self._dummy_run(2)
+        finally:
+            self._is_gather_warm_up = False
+        assert hidden_states is not None
+        gather_rows(hidden_states)
+        broadcast_from_first_rank(torch.zeros(1, 1, dtype=torch.int64, device=self.device))
+        self.pcp.reset_stats()
+
+    def prepare_dummy_attn(
+        self, input_batch: InputBatch
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """Return block tables and slots that write nothing; in the warm-up, slots that gather."""
+        block_tables, slot_mappings = super().prepare_dummy_attn(input_batch)
+        if self._is_gather_warm_up:
+            slot_mappings = self.pcp.get_dummy_slot_mappings(len(block_tables), input_batch.num_tokens)
+        return block_tables, slot_mappings
+
+    @torch.inference_mode()
+    def execute_model(
+        self,
+        scheduler_output: SchedulerOutput,
+        intermediate_tensors: IntermediateTensors | None = None,
+        dummy_run: bool = False,
+        skip_attn_for_dummy_run: bool = False,
+        is_profile: bool = False,
+    ) -> ModelRunnerOutput | IntermediateTensors | None:
+        """Run a step; after a partitioned one, leave the global batch and its hidden states for sampling.
+
+        Collectives: in a partitioned step one gather a layer, and one all_gather of hidden rows.
+        """
+        self._pcp_step = None
+        self._partitions_step = not dummy_run and self._has_partitioned_prefill(scheduler_output)
+        output = super().execute_model(
+            scheduler_output,
+            intermediate_tensors,
+            dummy_run,
+            skip_attn_for_dummy_run,
+            # What a profiling run and a partitioned step have in common: no CUDA graph.
+            is_profile=is_profile or self._partitions_step or self._is_gather_warm_up,
+        )
+        if self._pcp_step is not None:
+            self._restore(self._pcp_step)
+        return output
+
+    def _has_partitioned_prefill(self, scheduler_output: SchedulerOutput) -> bool:
+        """Say ahead of the batch whether ``partition_batch`` will partition it."""
+        num_scheduled_tokens = scheduler_output.num_scheduled_tokens
+        min_tokens = 2 * self.pcp.pcp_world_size
+        if max(num_scheduled_tokens.values(), default=0) < min_tokens:
+            return False
+        for request in scheduler_output.scheduled_new_reqs:
+            if num_scheduled_tokens[request.req_id] >= min_tokens:
+                return True
+        cached = scheduler_output.scheduled_cached_reqs
+        states = self.req_states
+        return any(
+            num_scheduled_tokens[req_id] >= min_tokens
+            and num_computed_tokens < states.prefill_len.np[states.req_id_to_index[req_id]]
+            for req_id, num_computed_tokens in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        )
+
+    def prepare_inputs(
+        self, scheduler_output: SchedulerOutput, batch_desc: BatchExecutionDescriptor
+    ) -> InputBatch:
+        """Return the batch to run: the scheduled one, or this rank's part of it."""
+        batch = super().prepare_inputs(scheduler_output, batch_desc)
+        self._pcp_step = self.pcp.partition_batch(batch)
+        assert (self._pcp_step is not None) == self._partitions_step, "the step was dispatched for another batch"
+        return batch if self._pcp_step is None else self._pcp_step.local_batch
+
+    def prepare_attn(self, input_batch: InputBatch) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """Return block tables of the rows to run, and the slots to write."""
+        step = self._pcp_step
+        if step is None:
+            return super().prepare_attn(input_batch)
+        block_tables, slot_mappings = super().prepare_attn(step.global_batch)
+        return self.pcp.prepare_attn(step, block_tables, slot_mappings)
+
+    def _restore(self, step: PCPStep) -> None:
+        """Replace the local batch and its hidden states by the global ones."""
+        state = self.execute_model_state
+        assert state is not None and state.hidden_states is not None
+        if self._needs_all_hidden_states(step.global_batch):
+            batch = step.global_batch
+            hidden_states = self.pcp.restore_hidden_states(step, state.hidden_states)
+        else:
+            hidden_states, batch = self.pcp.restore_for_sampling(step, state.hidden_states)
+        self.execute_model_state = state._replace(input_batch=batch, hidden_states=hidden_states)
+
+    def _needs_all_hidden_states(self, batch: InputBatch) -> bool:
+        """Say whether more than the rows of the logits is read: prompt logprobs."""
+        worker = self.prompt_logprobs_worker
+        return worker is not None and bool(np.any(worker.uses_prompt_logprobs[batch.idx_mapping_np]))
+
+    def sample(
+        self,
+        hidden_states: torch.Tensor,
+        input_batch: InputBatch,
+        grammar_output: GrammarOutput | None,
+    ) -> tuple[SamplerOutput, torch.Tensor, torch.Tensor]:
+        """Sample on every rank, and keep PCP rank 0's tokens.
+
+        Ranks sample from hidden states that are equal up to the last bit or, after a step that each ran on its
+        own, nearly so. A token that differed would make their requests diverge for good.
+
+        Collectives: one broadcast on the PCP group.
+        """
+        output, num_sampled, num_rejected = super().sample(hidden_states, input_batch, grammar_output)
+        broadcast_from_first_rank(output.sampled_token_ids)
+        return output, num_sampled, num_rejected
+
+    def shutdown(self) -> None:
+        """Log the counters, then release what the stock runner releases."""
+        self.pcp.log_stats()
+        super().shutdown()
+
+
+def make_pcp_runner(runner: GPUModelRunner) -> None:
+    """Turn a V2 runner that has just been built into a PCP runner, whatever its class."""
+    stock = type(runner)
+    runner.__class__ = type(f"PCP{stock.__name__}", (PCPRunnerMixin, stock), {})
+    runner.pcp = PCPManager(runner.vllm_config, runner.device)

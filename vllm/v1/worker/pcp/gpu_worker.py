@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPU workers for prefill context parallelism."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.pcp.mixin import PCPWorkerMixin
+
+
+class PCPWorker(PCPWorkerMixin, Worker):
+    """One rank on one GPU."""
+
+    def init_device(self) -> None:
+        """Initialise the GPU that belongs to this rank of this data parallel replica."""
+        config = self.parallel_config
+        dp_rank = config.data_parallel_rank_local
+        if dp_rank is None:
+            dp_rank = config.data_parallel_index
+        # vLLM 0.25.1 places replicas TP x PP GPUs apart, and leaves out PCP.
+        per_stage = config.pipeline_parallel_size * config.tensor_parallel_size
+        self.local_rank += dp_rank * per_stage * (config.prefill_context_parallel_size - 1)
+        super().init_device()
+
+
+class OneGpuPCPWorker(PCPWorker):
+    """All ranks on GPU 0, to try things out where there is one GPU: right tokens, no speed.
+
+    Use it with ``--worker-cls vllm.v1.worker.pcp.gpu_worker.OneGpuPCPWorker --distributed-executor-backend mp
+    --disable-custom-all-reduce``, and divide ``--gpu-memory-utilization`` by the number of ranks.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, local_rank: int, rank: int, *args: Any, **kwargs: Any) -> None:
+        # NCCL refuses two ranks of one host on one device. Each claims a host of its own, and they talk by socket.
+        os.environ["NCCL_HOSTID"] = f"pcp-rank-{rank}"
+        super().__init__(vllm_config, 0, rank, *args, **kwargs)

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What makes a stock worker one rank of prefill context parallelism."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.attention.backends.pcp import register_backends
+from vllm.v1.worker.gpu.pcp.model_runner import make_pcp_runner
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_worker import Worker
+    from vllm.v1.worker.worker_base import CompilationTimes
+
+    _WorkerBase = Worker
+else:
+    _WorkerBase = object
+
+
+class PCPWorkerMixin(_WorkerBase):
+    """Over a stock worker: our backends in the registry, our runner in place of the stock one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Backends are looked up, and the answer cached, when the model is built.
+        register_backends()
+        super().__init__(*args, **kwargs)
+
+    def init_device(self) -> None:
+        """Build the stock runner, then make it a PCP runner."""
+        super().init_device()
+        make_pcp_runner(self.model_runner)
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """Warm up as usual, then the collectives of a partitioned step.
+
+        Collectives: those of ``PCPRunnerMixin.warm_up_gather``.
+        """
+        times = super().compile_or_warm_up_model()
+        self.model_runner.warm_up_gather()
+        return times
+
+    def pcp_stats(self) -> dict[str, int]:
+        """Return this rank's counters (``PCPStats``), for ``LLM.collective_rpc("pcp_stats")``."""
+        return self.model_runner.pcp.snapshot()
