@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """DualChunkSwap: which rank computes which token of a step.
 
-A prefill of ``q`` tokens is cut at ``ceil(k * q / 2P)``, ``k = 0..2P``, into ``2P`` chunks that differ by at
-most one token, none of them empty once ``q >= 2P``. Pair ``p`` is chunk ``p`` (the head) together with chunk
-``2P-1-p`` (the tail): a short causal prefix beside a long one, so that all pairs have nearly the same causal
-area. The m-th partitioned request of a step hands pair ``p`` to rank ``(p + m) % P``, which evens out the tokens
-that do not divide. Every other row, decodes and prefills shorter than ``2P``, is replicated: all ranks compute it,
-one of them owns it.
+A prefill of ``q`` tokens is cut into ``2P`` contiguous chunks whose lengths differ by at most one; none is empty once
+``q >= 2P``. Pair ``p`` is chunk ``p`` (the head) together with chunk ``2P-1-p`` (the tail): a short causal prefix
+beside a long one, so that all pairs have nearly the same causal area. Tokens that do not divide lengthen the tails
+first, from the middle outwards, then the heads, which keeps pairs within one token of each other. The m-th
+partitioned request of a step hands pair ``p`` to rank ``(p + m) % P``, so that no rank always gets the longer one.
+Every other row, decodes and prefills shorter than ``2P``, is replicated: all ranks compute it, one of them owns it.
 
 The example used in docs and tests, one prefill A..G with ``P = 2``::
 
-    chunks                A B | C D | E F | G
-    rank 0 computes       A B G          rank 1 computes  C D E F
-    gathered and padded   G A B _ | C D E F
-    gather_idx            6 0 1 - | 2 3 4 5      gathered = global[gather_idx]
-    restore_idx           1 2 4 5 6 7 0          global = gathered[restore_idx]
+    chunks                A | B C | D E | F G
+    rank 0 computes       A F G          rank 1 computes  B C D E
+    gathered and padded   F G A _ | B C D E
+    gather_idx            5 6 0 - | 1 2 3 4      gathered = global[gather_idx]
+    restore_idx           2 4 5 6 7 0 1          global = gathered[restore_idx]
 
-G comes first on rank 0 since it has context, A to F, and attention backends want rows with context first.
+F G comes first on rank 0 since it has context, A to E, and attention backends want rows with context first.
 
 Everything here is a function of the global batch alone (query lengths, computed tokens, prefill flags, in batch
 order), so that all ranks derive the same plan without communicating. Request-state rows (``idx_mapping``) differ
@@ -178,14 +178,18 @@ def plan_partition(
     pair = (rank - np.arange(num_part)) % size
     chunk = np.concatenate([pair, 2 * size - 1 - pair], axis=1)
     query_len = num_scheduled_tokens[req].astype(np.int64)
-    start = -(-chunk * query_len[num_repl:] // (2 * size))
-    stop = -(-(chunk + 1) * query_len[num_repl:] // (2 * size))
+    base, num_longer = np.divmod(query_len[num_repl:], 2 * size)
+    # Chunks first_longer..first_longer+num_longer-1 have one token more.
+    first_longer = np.minimum(size, 2 * size - num_longer)
+    num_longer_before = np.clip(chunk - first_longer, 0, num_longer)
+    start = chunk * base + num_longer_before
+    chunk_len = base + (np.clip(chunk + 1 - first_longer, 0, num_longer) - num_longer_before)
 
     row_offset = np.zeros((size, req.shape[0]), dtype=np.int32)
     row_offset[:, num_repl:] = start
     row_len = np.empty_like(row_offset)
     row_len[:, :num_repl] = query_len[:num_repl]
-    row_len[:, num_repl:] = stop - start
+    row_len[:, num_repl:] = chunk_len
     row_is_owned = np.ones(row_offset.shape, dtype=np.bool_)
     row_is_owned[:, :num_repl] = np.arange(num_repl) % size == rank
 
