@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import torch
 
-from vllm.distributed.parallel_state import GroupCoordinator, get_pcp_group
 from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
 from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+from vllm.distributed.parallel_state import GroupCoordinator, get_pcp_group
 
 
 def pynccl_communicator(group: GroupCoordinator) -> PyNcclCommunicator | None:
-    """Return the group's NCCL communicator, which runs on the current stream, or None where it has none."""
+    """Return the group's NCCL communicator, which runs on the current stream, if it has one."""
     communicator = group.device_communicator
     if not isinstance(communicator, CudaCommunicator):
         return None

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gathers one layer's new KV rows of all PCP ranks into memory that is allocated once.
 
-A layer takes this rank's share of the buffer with ``begin``, fills it, and gets everybody's rows back from
-``finish``. The rows are bytes: what is in them (keys beside values, quantised or not) is the backend's business.
+A layer takes this rank's share of the buffer with ``begin``, fills it, and gets everybody's rows
+back from ``finish``. The rows are bytes: what is in them (keys beside values, quantised or not) is
+the backend's business.
 
-On GPUs the gather is one in-place NCCL all-gather on the current stream. CPU ranks of one host write into shared
-memory and meet at a barrier, so that nothing is copied a second time (a gloo all-gather of 16 MiB a rank takes
-about thirty times as long).
+On GPUs the gather is one in-place NCCL all-gather on the current stream. CPU ranks of one host
+write into shared memory and meet at a barrier, so that nothing is copied a second time (a gloo
+all-gather of 16 MiB a rank takes about thirty times as long).
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class KVGather(ABC):
         return self._own_rows
 
     def finish(self) -> torch.Tensor:
-        """Return ``[P * num_tokens, row_bytes]`` uint8, a view that stands until the next ``begin``.
+        """Return ``[P * num_tokens, row_bytes]`` uint8, a view until the next ``begin``.
 
         Collectives: one all_gather (GPU) or one barrier (CPU) on the PCP group.
         """
@@ -95,8 +96,8 @@ class DeviceKVGather(KVGather):
 class SharedMemoryKVGather(KVGather):
     """Two alternating buffers in shared memory, one barrier a layer.
 
-    A rank that is ahead fills the other buffer; to come back to this one it has to pass the next barrier, which
-    the slowest rank enters only after it has read this one.
+    A rank that is ahead fills the other buffer; to come back to this one it has to pass the next
+    barrier, which the slowest rank enters only after it has read this one.
     """
 
     def __init__(self, group: GroupCoordinator, max_num_tokens: int, max_row_bytes: int) -> None:
@@ -117,7 +118,9 @@ class SharedMemoryKVGather(KVGather):
 
 
 def _shared_memory(group: GroupCoordinator, num_bytes: int) -> mmap.mmap:
-    """Map one piece of shared memory into all ranks of a group on one host; it vanishes with the last of them.
+    """Map one piece of shared memory into all ranks of a group on one host.
+
+    It has no name any more when this returns, so that it vanishes with the last of the ranks.
 
     Raises:
         ValueError: on every rank, if the host has too little shared memory.
@@ -134,8 +137,8 @@ def _shared_memory(group: GroupCoordinator, num_bytes: int) -> mmap.mmap:
                 raise
             problem = (
                 "Prefill context parallelism on CPU ranks gathers KV through shared memory, and "
-                f"{SHARED_MEMORY_FOLDER} cannot hold the {num_bytes / 2**20:.0f} MiB it needs. Give it more room "
-                "(docker: --shm-size) or lower --max-num-batched-tokens."
+                f"{SHARED_MEMORY_FOLDER} cannot hold the {num_bytes / 2**20:.0f} MiB it needs. "
+                "Give it more room (docker: --shm-size) or lower --max-num-batched-tokens."
             )
             os.unlink(path)
         finally:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entry point of prefill context parallelism: ``register`` runs in every vLLM process.
 
-seams      the one table of vLLM functions that are wrapped, and the guard that installs all of them or none
+seams      the one table of vLLM functions that are wrapped, and its all-or-nothing guard
 routing    what a configuration with P > 1 is turned into: our worker, our executor
 admission  what runs with P > 1, and every refusal
 """
@@ -15,7 +15,7 @@ def register() -> None:
     Raises:
         UpstreamMismatchError: the installed vLLM is not the one that this package extends.
     """
-    # Imported here: vLLM only logs an error raised while a plugin is imported, and goes on without it.
+    # Not at the top: vLLM logs an error raised while it imports a plugin, and goes on without it.
     from vllm.plugins.pcp.seams import SEAMS, install
 
     install(SEAMS)

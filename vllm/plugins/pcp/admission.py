@@ -452,7 +452,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "KV connectors",
         _kv_connector,
-        "Connectors take P for a number of KV shards",
+        "Connectors do not know that ranks hold copies of one cache",
         "Drop --kv-transfer-config",
     ),
     Rule(

@@ -20,11 +20,13 @@ EXECUTOR = "vllm.v1.executor.pcp.PCPMultiprocExecutor"
 OMP_BIND_ENV = "VLLM_CPU_OMP_THREADS_BIND"
 
 
-def wrap_vllm_config_post_init(original: Callable[[VllmConfig], None]) -> Callable[[VllmConfig], None]:
+def wrap_vllm_config_post_init(
+    original: Callable[[VllmConfig], None],
+) -> Callable[[VllmConfig], None]:
     """Let a configuration with P > 1 pass vLLM's validation, ours, and be routed to our classes.
 
-    vLLM validates it as if P were 1. The engine core validates its configuration a second time; it is at the
-    scheduler's view by then, P = 1, and its classes stay routed.
+    vLLM validates it as if P were 1. The engine core validates its configuration a second time; it
+    is at the scheduler's view by then, P = 1, and its classes stay routed.
     """
 
     @functools.wraps(original)
@@ -34,10 +36,11 @@ def wrap_vllm_config_post_init(original: Callable[[VllmConfig], None]) -> Callab
             return original(self)
         from vllm.plugins.pcp.admission import validate_config
 
-        require_model_runner_v2()
-        # Ahead of vLLM, which would refuse or override some settings for reasons that do not mention P, and behind
-        # it, when its defaults are known.
+        # Ahead of vLLM, which would refuse or override some settings for reasons that do not
+        # mention P, and behind it, when its defaults are known.
         validate_config(self)
+        # For this process and the ones it starts: the engine core no longer sees P.
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
         self.parallel_config.prefill_context_parallel_size = 1
         try:
             original(self)
@@ -49,26 +52,12 @@ def wrap_vllm_config_post_init(original: Callable[[VllmConfig], None]) -> Callab
     return __post_init__
 
 
-def require_model_runner_v2() -> None:
-    """Choose Model Runner V2 in this process and the ones it starts; the engine core no longer sees P.
-
-    Raises:
-        ValueError: the user chose the other one.
-    """
-    value = os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
-    if value.strip().lower() not in ("1", "true"):
-        raise ValueError(
-            f"Prefill context parallelism needs Model Runner V2 (got VLLM_USE_V2_MODEL_RUNNER={value}). "
-            "Unset VLLM_USE_V2_MODEL_RUNNER or set --prefill-context-parallel-size 1."
-        )
-
-
 def route(vllm_config: VllmConfig) -> None:
     """Name our worker and executor in an admitted configuration."""
     parallel_config = vllm_config.parallel_config
-    parallel_config.worker_cls = WORKERS.get(parallel_config.worker_cls, parallel_config.worker_cls)
+    parallel_config.worker_cls = pcp_worker(parallel_config.worker_cls)
     parallel_config.distributed_executor_backend = EXECUTOR
-    # Fusions of rotary embedding and cache write pass by ``do_kv_cache_update``, where the gather is.
+    # Fusions of rotary embedding and cache write pass by ``do_kv_cache_update`` and its gather.
     vllm_config.compilation_config.pass_config.fuse_rope_kvcache = False
     vllm_config.compilation_config.pass_config.fuse_rope_kvcache_cat_mla = False
 
@@ -76,6 +65,26 @@ def route(vllm_config: VllmConfig) -> None:
 
     if current_platform.is_cpu():
         bind_cpu_ranks(parallel_config.world_size)
+
+
+def pcp_worker(worker_cls: str) -> str:
+    """Return our worker over a stock one, or a class that the user derived from ours.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if worker_cls in WORKERS:
+        return WORKERS[worker_cls]
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.worker.pcp.mixin import PCPWorkerMixin
+
+    if not issubclass(resolve_obj_by_qualname(worker_cls), PCPWorkerMixin):
+        raise ValueError(
+            "Prefill context parallelism does not support a worker class of its own kind (got "
+            f"worker_cls={worker_cls}). Derive it from {' or '.join(WORKERS.values())}, leave "
+            "--worker-cls out, or set --prefill-context-parallel-size 1."
+        )
+    return worker_cls
 
 
 def bind_cpu_ranks(world_size: int) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The vLLM functions that this package wraps, and the guard that installs the wrappers.
 
-Nothing else in the package assigns to an attribute of vLLM. A seam names the exact source it was written for; on any
-difference nothing is installed and the error lists all of them.
+Nothing else in the package assigns to an attribute of vLLM. A seam names the exact source it was
+written for; on any difference nothing is installed and the error lists all of them.
 """
 
 from __future__ import annotations
@@ -73,9 +73,10 @@ SEAMS = (
         qualname="VllmConfig.__post_init__",
         digest="7915a4845f79",
         build=wrap_vllm_config_post_init,
-        why="vLLM refuses prefill context parallelism while it validates a configuration, ahead of every extension "
-        "point that could admit it.",
-        retire_when="vLLM admits P > 1 for Model Runner V2 and lets a platform or plugin name its worker and executor.",
+        why="vLLM refuses prefill context parallelism while it validates a configuration, ahead of "
+        "every extension point that could admit it.",
+        retire_when="vLLM admits P > 1 for Model Runner V2 and lets a platform or plugin name its "
+        "worker and executor.",
     ),
 )
 

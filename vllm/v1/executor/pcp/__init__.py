@@ -13,8 +13,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 def scheduler_view(parallel_config: ParallelConfig) -> ParallelConfig:
     """Return a shallow copy in which the KV cache is sharded by DCP alone.
 
-    vLLM 0.25.1 multiplies block sizes, hashes and capacity by PCP x DCP. PCP replicates the KV cache, so the
-    scheduler and everything around it must see a PCP size of 1.
+    vLLM 0.25.1 multiplies block sizes, hashes and capacity by PCP x DCP. PCP replicates the KV
+    cache, so the scheduler and everything around it must see a PCP size of 1.
     """
     view = copy.copy(parallel_config)
     view.prefill_context_parallel_size = 1
@@ -24,8 +24,9 @@ def scheduler_view(parallel_config: ParallelConfig) -> ParallelConfig:
 class PCPMultiprocExecutor(MultiprocExecutor):
     """Multiprocessing executor for P > 1.
 
-    The workers are started with the real configuration. The engine core, which shares ``vllm_config`` with its
-    executor, goes on with the scheduler's view; the executor keeps the real ``parallel_config`` for its ranks.
+    The workers are started with the real configuration. The engine core, which shares
+    ``vllm_config`` with its executor, goes on with the scheduler's view; the executor keeps the
+    real ``parallel_config`` for its ranks.
     """
 
     def _post_init_executor(self) -> None:
@@ -35,6 +36,7 @@ class PCPMultiprocExecutor(MultiprocExecutor):
     def initialize_from_config(self, kv_cache_configs: list[KVCacheConfig]) -> None:
         """Hand the KV cache layout to the workers, once sure that it was sized with DCP alone."""
         pcp_size = self.vllm_config.parallel_config.prefill_context_parallel_size
-        # With any other value block sizes are multiplied by P, and prompts longer than a block go wrong silently.
+        # With any other value block sizes are multiplied by P, and prompts longer than a block go
+        # wrong silently.
         assert pcp_size == 1, f"the engine core sees prefill_context_parallel_size={pcp_size}"
         super().initialize_from_config(kv_cache_configs)

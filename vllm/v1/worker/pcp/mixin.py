@@ -28,17 +28,17 @@ class PCPWorkerMixin(_WorkerBase):
     def init_device(self) -> None:
         """Build the stock runner, then make it a PCP runner."""
         super().init_device()
-        make_pcp_runner(self.model_runner)
+        self.pcp_runner = make_pcp_runner(self.model_runner)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Warm up as usual, then the collectives of a partitioned step.
 
         Collectives: those of ``PCPRunnerMixin.warm_up_gather``.
         """
-        times = super().compile_or_warm_up_model()
-        self.model_runner.warm_up_gather()
+        times: CompilationTimes = super().compile_or_warm_up_model()
+        self.pcp_runner.warm_up_gather()
         return times
 
     def pcp_stats(self) -> dict[str, int]:
         """Return this rank's counters (``PCPStats``), for ``LLM.collective_rpc("pcp_stats")``."""
-        return self.model_runner.pcp.snapshot()
+        return self.pcp_runner.pcp.snapshot()

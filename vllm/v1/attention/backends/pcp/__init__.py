@@ -7,14 +7,14 @@ flash_attn, flash_attn_diffkv, flashinfer, triton_attn, cpu_attn  one stock back
 
 from __future__ import annotations
 
-# Name in vLLM's backend registry -> class that takes its place for P > 1. Backends that are not listed keep
-# ``supports_pcp = False`` and are refused.
+# Name in vLLM's backend registry -> class that takes its place for P > 1. Backends that are not
+# listed keep ``supports_pcp = False`` and are refused.
 BACKENDS = {
-    "FLASH_ATTN": "vllm.v1.attention.backends.pcp.flash_attn.PCPFlashAttentionBackend",
-    "FLASH_ATTN_DIFFKV": "vllm.v1.attention.backends.pcp.flash_attn_diffkv.PCPFlashAttentionDiffKVBackend",
-    "FLASHINFER": "vllm.v1.attention.backends.pcp.flashinfer.PCPFlashInferBackend",
-    "TRITON_ATTN": "vllm.v1.attention.backends.pcp.triton_attn.PCPTritonAttentionBackend",
-    "CPU_ATTN": "vllm.v1.attention.backends.pcp.cpu_attn.PCPCPUAttentionBackend",
+    "FLASH_ATTN": f"{__name__}.flash_attn.PCPFlashAttentionBackend",
+    "FLASH_ATTN_DIFFKV": f"{__name__}.flash_attn_diffkv.PCPFlashAttentionDiffKVBackend",
+    "FLASHINFER": f"{__name__}.flashinfer.PCPFlashInferBackend",
+    "TRITON_ATTN": f"{__name__}.triton_attn.PCPTritonAttentionBackend",
+    "CPU_ATTN": f"{__name__}.cpu_attn.PCPCPUAttentionBackend",
 }
 
 

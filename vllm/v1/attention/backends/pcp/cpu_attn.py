@@ -32,14 +32,15 @@ class PCPCPUAttentionImpl(GatherKVMixin, CPUAttentionBackendImpl):
     ) -> torch.Tensor:
         """Attend to the cache, which ``do_kv_cache_update`` has filled.
 
-        The stock forward writes K and V a second time. With a slot mapping for the rows of all ranks that would
-        put this rank's keys into rank 0's slots; without K and V it leaves the cache alone.
+        The stock forward writes K and V a second time. With a slot mapping for the rows of all
+        ranks that would put this rank's keys into rank 0's slots; without K and V it leaves the
+        cache alone.
         """
         return super().forward(
             layer,
             query,
-            None,
-            None,
+            None,  # type: ignore[arg-type]  # optional in the stock body, not in its signature
+            None,  # type: ignore[arg-type]
             kv_cache,
             attn_metadata,
             output,

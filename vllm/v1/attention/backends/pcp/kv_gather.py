@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gather before write: all a paged backend needs for prefill context parallelism while D = 1.
 
-A row of a rank is an ordinary query over its request's block table, so that every backend that reads K and V from
-the cache attends correctly, once the cache holds the new K and V of *all* ranks. ``do_kv_cache_update`` runs ahead
-of attention in each layer; here it gathers first. In a partitioned step the slot mapping covers the rows of all
-ranks, in other steps only the layer's own: its length says which it is, on every rank alike.
+A row of a rank is an ordinary query over its request's block table, so that every backend that
+reads K and V from the cache attends correctly, once the cache holds the new K and V of *all* ranks.
+``do_kv_cache_update`` runs ahead of attention in each layer; here it gathers first. In a
+partitioned step the slot mapping covers the rows of all ranks, in other steps only the layer's own:
+its length says which it is, on every rank alike.
 
 In the gathered buffer a token is one row of bytes, its K (all heads) and behind it its V.
 """
@@ -12,7 +13,7 @@ In the gathered buffer a token is one row of bytes, its K (all heads) and behind
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,9 +23,19 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionLayer, AttentionMe
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import AttentionSpec
 
-    _ImplBase = AttentionImpl
-    _BuilderBase = AttentionMetadataBuilder
+    class _ImplBase(AttentionImpl[Any]):
+        def do_kv_cache_update(
+            self,
+            layer: Any,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            kv_cache: torch.Tensor,
+            slot_mapping: torch.Tensor,
+        ) -> None: ...
+
+    _BuilderBase = AttentionMetadataBuilder[Any]
 else:
     _ImplBase = _BuilderBase = object
 
@@ -32,15 +43,19 @@ else:
 def kv_views(
     rows: torch.Tensor, num_kv_heads: int, head_size: int, head_size_v: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys ``[n, num_kv_heads, head_size]`` and values ``[n, num_kv_heads, head_size_v]`` in rows.
+    """Return views of packed rows, ``[n, num_kv_heads, head_size]`` and ``[..., head_size_v]``.
 
     Args:
         rows: ``[n, num_kv_heads * (head_size + head_size_v)]`` of the element type that was packed.
+        num_kv_heads: KV heads of this rank.
+        head_size: Elements of a key head.
+        head_size_v: Elements of a value head.
     """
-    keys, values = rows.split([num_kv_heads * head_size, num_kv_heads * head_size_v], dim=1)
+    split = num_kv_heads * head_size
+    keys, values = rows[:, :split], rows[:, split:]
     return (
-        keys.unflatten(1, (num_kv_heads, head_size)),
-        values.unflatten(1, (num_kv_heads, head_size_v)),
+        keys.view(-1, num_kv_heads, head_size),
+        values.view(-1, num_kv_heads, head_size_v),
     )
 
 
@@ -55,7 +70,7 @@ class GatherKVMixin(_ImplBase):
 
     def do_kv_cache_update(
         self,
-        layer: torch.nn.Module,
+        layer: Any,
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
@@ -68,7 +83,8 @@ class GatherKVMixin(_ImplBase):
             key: ``[L, num_kv_heads, head_size]``, this rank's rows.
             value: ``[L, num_kv_heads, head_size_v]``.
             kv_cache: The layer's cache.
-            slot_mapping: ``[P * L]`` int64 in a partitioned step, ``[L]`` in others; -1 is not written.
+            slot_mapping: ``[P * L]`` int64 in a partitioned step, ``[L]`` in others; -1 is not
+                written.
 
         Collectives: one gather on the PCP group in a partitioned step.
         """
@@ -79,7 +95,7 @@ class GatherKVMixin(_ImplBase):
 
     def _gather_and_write(
         self,
-        layer: torch.nn.Module,
+        layer: AttentionLayer,
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
@@ -88,7 +104,9 @@ class GatherKVMixin(_ImplBase):
         num_tokens, num_kv_heads, head_size = key.shape
         shape = (num_kv_heads, head_size, value.shape[2])
         gather = get_kv_gather()
-        own_rows = gather.begin(num_tokens, num_kv_heads * (shape[1] + shape[2]) * key.element_size())
+        own_rows = gather.begin(
+            num_tokens, num_kv_heads * (shape[1] + shape[2]) * key.element_size()
+        )
         own_keys, own_values = kv_views(own_rows.view(key.dtype), *shape)
         own_keys.copy_(key)
         own_values.copy_(value)
@@ -97,9 +115,9 @@ class GatherKVMixin(_ImplBase):
 
 
 class GatherQuantizedKVMixin(GatherKVMixin):
-    """Quantises to the cache's dtype before the gather, with the backend's own writer, and gathers those bytes.
+    """Gathers K and V in the dtype of the cache, quantised with the backend's own writer.
 
-    The writer packs K and V into the buffer in one launch: to it the buffer is a cache of one block.
+    The writer packs K and V into the buffer in one launch: to it, a cache of one block.
     """
 
     def _gather_and_write(
@@ -113,9 +131,16 @@ class GatherQuantizedKVMixin(GatherKVMixin):
         num_tokens, num_kv_heads, head_size = key.shape
         gather = get_kv_gather()
         own_rows = gather.begin(num_tokens, 2 * num_kv_heads * head_size * kv_cache.element_size())
-        own_keys, own_values = kv_views(own_rows.view(kv_cache.dtype), num_kv_heads, head_size, head_size)
+        own_keys, own_values = kv_views(
+            own_rows.view(kv_cache.dtype), num_kv_heads, head_size, head_size
+        )
         self._write(
-            layer, key, value, own_keys.unsqueeze(0), own_values.unsqueeze(0), gather.identity[:num_tokens]
+            layer,
+            key,
+            value,
+            own_keys.unsqueeze(0),
+            own_values.unsqueeze(0),
+            gather.identity[:num_tokens],
         )
         rows = gather.finish()
         if is_quantized_kv_cache(self.kv_cache_dtype):
@@ -133,7 +158,7 @@ class GatherQuantizedKVMixin(GatherKVMixin):
         value_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Scatter ``[n, num_kv_heads, head_size]`` into ``[num_blocks, block_size, num_kv_heads, head_size]``."""
+        """Scatter ``[n, heads, head_size]`` into ``[num_blocks, block_size, heads, head_size]``."""
         raise NotImplementedError
 
     def _write_quantized(
@@ -150,15 +175,16 @@ class GatherQuantizedKVMixin(GatherKVMixin):
 
 
 class RowsPerRequestMixin(_BuilderBase):
-    """Over a stock metadata builder; a request has up to two rows, so its buffers are sized for twice as many."""
+    """Over a stock metadata builder: buffers for twice ``max_num_seqs``, two rows a request."""
 
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        # (kv_cache_spec, layer_names, vllm_config, device), by position or by name.
-        if "vllm_config" in kwargs:
-            kwargs["vllm_config"] = two_rows_per_request(kwargs["vllm_config"])
-        else:
-            args = (*args[:2], two_rows_per_request(args[2]), *args[3:])
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, two_rows_per_request(vllm_config), device)
 
 
 def two_rows_per_request(vllm_config: VllmConfig) -> VllmConfig:

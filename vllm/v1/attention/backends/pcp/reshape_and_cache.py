@@ -11,7 +11,7 @@ from vllm.v1.attention.backends.pcp.kv_gather import GatherQuantizedKVMixin, kv_
 
 
 class ReshapeAndCacheMixin(GatherQuantizedKVMixin):
-    """``GatherQuantizedKVMixin`` for caches ``[num_blocks, 2, ...]`` written by ``reshape_and_cache_flash``."""
+    """For caches ``[num_blocks, 2, ...]`` that ``reshape_and_cache_flash`` writes."""
 
     def _write(
         self,
@@ -42,11 +42,18 @@ class ReshapeAndCacheMixin(GatherQuantizedKVMixin):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        # The op takes no quantised input. Under "auto" it moves elements as they are, so that bytes travel
-        # unchanged in pairs, called bfloat16.
+        # The op takes no quantised input. Under "auto" it moves elements as they are, so that bytes
+        # travel unchanged in pairs, called bfloat16.
         pairs = rows.view(torch.bfloat16)
         keys, values = kv_views(pairs, num_kv_heads, head_size // 2, head_size // 2)
         cache = kv_cache.view(torch.bfloat16)
         ops.reshape_and_cache_flash(
-            keys, values, cache[:, 0], cache[:, 1], slot_mapping, "auto", layer._k_scale, layer._v_scale
+            keys,
+            values,
+            cache[:, 0],
+            cache[:, 1],
+            slot_mapping,
+            "auto",
+            layer._k_scale,
+            layer._v_scale,
         )

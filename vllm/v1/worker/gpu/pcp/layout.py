@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """DualChunkSwap: which rank computes which token of a step.
 
-A prefill of ``q`` tokens is cut into ``2P`` contiguous chunks whose lengths differ by at most one; none is empty once
-``q >= 2P``. Pair ``p`` is chunk ``p`` (the head) together with chunk ``2P-1-p`` (the tail): a short causal prefix
-beside a long one, so that all pairs have nearly the same causal area. Tokens that do not divide lengthen the tails
-first, from the middle outwards, then the heads, which keeps pairs within one token of each other. The m-th
-partitioned request of a step hands pair ``p`` to rank ``(p + m) % P``, so that no rank always gets the longer one.
-Every other row, decodes and prefills shorter than ``2P``, is replicated: all ranks compute it, one of them owns it.
+A prefill of ``q`` tokens is cut into ``2P`` contiguous chunks whose lengths differ by at most one;
+none is empty once ``q >= 2P``. Pair ``p`` is chunk ``p`` (the head) together with chunk ``2P-1-p``
+(the tail): a short causal prefix beside a long one, so that all pairs have nearly the same causal
+area. Tokens that do not divide lengthen the tails first, from the middle outwards, then the heads,
+which keeps pairs within one token of each other. The m-th partitioned request of a step hands pair
+``p`` to rank ``(p + m) % P``, so that no rank always gets the longer one. Every other row, decodes
+and prefills shorter than ``2P``, is replicated: all ranks compute it, one of them owns it.
 
 The example used in docs and tests, one prefill A..G with ``P = 2``::
 
@@ -16,11 +17,12 @@ The example used in docs and tests, one prefill A..G with ``P = 2``::
     gather_idx            5 6 0 - | 1 2 3 4      gathered = global[gather_idx]
     restore_idx           2 4 5 6 7 0 1          global = gathered[restore_idx]
 
-F G comes first on rank 0 since it has context, A to E, and attention backends want rows with context first.
+F G comes first on rank 0 since it has context, A to E, and attention backends want rows with
+context first.
 
-Everything here is a function of the global batch alone (query lengths, computed tokens, prefill flags, in batch
-order), so that all ranks derive the same plan without communicating. Request-state rows (``idx_mapping``) differ
-between ranks and must never enter. Only numpy is imported.
+Everything here is a function of the global batch alone (query lengths, computed tokens, prefill
+flags, in batch order), so that all ranks derive the same plan without communicating. Request-state
+rows (``idx_mapping``) differ between ranks and must never enter. Only numpy is imported.
 
 Source: DualChunkSwap is the load-balanced context parallelism of arXiv:2407.21783, section 3.3.2.
 """
@@ -35,7 +37,7 @@ import numpy.typing as npt
 Int32Array = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]
 
-# Row index of the slot table for gathered rows that must not be written (padding, copies of a replicated row).
+# Token of gathered rows that are not written: padding, and copies of a replicated row.
 NO_SLOT = -1
 
 
@@ -44,10 +46,10 @@ class RestorePlan:
     """How the hidden rows of some global tokens travel back to every rank.
 
     Attributes:
-        send_idx: ``[pcp_world_size, num_rows]`` int32, rank-local token of each row that a rank contributes;
-            ranks with fewer rows repeat their token 0.
-        recv_idx: ``[num_tokens]`` int32, row of the gathered ``[pcp_world_size * num_rows]`` for each requested
-            token, in the order requested.
+        send_idx: ``[pcp_world_size, num_rows]`` int32, rank-local token of each row that a rank
+            contributes; ranks with fewer rows repeat their token 0.
+        recv_idx: ``[num_tokens]`` int32, row of the gathered ``[pcp_world_size * num_rows]`` for
+            each requested token, in the order requested.
     """
 
     send_idx: Int32Array
@@ -56,29 +58,33 @@ class RestorePlan:
     @property
     def num_rows(self) -> int:
         """Rows that every rank contributes to the gather."""
-        return self.send_idx.shape[1]
+        return int(self.send_idx.shape[1])
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionPlan:
     """The partition of one step, the same object on every rank.
 
-    All ranks have the same number of rows ``W``: one for each replicated request and two, head and tail, for each
-    partitioned one. Rows stand in the order that attention backends rely on: replicated decodes, prefill rows with
-    earlier tokens of their request in the cache (those of this step included), rows at the start of their request.
+    All ranks have the same number of rows ``W``: one for each replicated request and two, head and
+    tail, for each partitioned one. Rows stand in the order that attention backends rely on:
+    replicated decodes, prefill rows with earlier tokens of their request in the cache (those of
+    this step included), rows at the start of their request.
 
     Attributes:
         pcp_world_size: ``P``.
         num_tokens: Tokens of the global batch.
         row_req: ``[P, W]`` int32, request (position in the batch) of each row.
-        row_offset: ``[P, W]`` int32, first token of the row, counted from the request's first token of this step.
+        row_offset: ``[P, W]`` int32, first token of the row, counted from the request's first token
+            of this step.
         row_len: ``[P, W]`` int32, tokens of the row, > 0.
         row_token: ``[P, W]`` int32, the row's first token in the global batch.
-        row_is_owned: ``[P, W]`` bool, False for the copies of a replicated row on the ranks that do not own it.
+        row_is_owned: ``[P, W]`` bool, False for the copies of a replicated row on the ranks that do
+            not own it.
         num_local_tokens: ``[P]`` int32, tokens that each rank computes.
-        num_tokens_after_padding: ``L``, the largest of them; every rank runs and gathers this many rows.
-        slot_idx: ``[P * L]`` int32, global token whose KV the gathered row is, or ``NO_SLOT``. Each token of the
-            batch stands here exactly once.
+        num_tokens_after_padding: ``L``, the largest of them; every rank runs and gathers this many
+            rows.
+        slot_idx: ``[P * L]`` int32, global token whose KV the gathered row is, or ``NO_SLOT``. Each
+            token of the batch stands here exactly once.
     """
 
     pcp_world_size: int
@@ -100,7 +106,7 @@ class PartitionPlan:
         return query_start_loc
 
     def gather_idx(self, pcp_rank: int) -> Int32Array:
-        """Return ``[L]`` int32, the global token of each of the rank's rows; padding repeats token 0."""
+        """Return ``[L]`` int32, the global token of each row to run; padding repeats token 0."""
         row_len = self.row_len[pcp_rank]
         num_local_tokens = int(self.num_local_tokens[pcp_rank])
         gather_idx = np.zeros(self.num_tokens_after_padding, dtype=np.int32)
@@ -142,7 +148,7 @@ class PartitionPlan:
 def is_partitioned(
     num_scheduled_tokens: Int32Array, is_prefilling: BoolArray, pcp_world_size: int
 ) -> BoolArray:
-    """Return ``[num_reqs]`` bool: the prefills that are long enough to give every rank a token of each kind."""
+    """Return ``[num_reqs]`` bool, the prefills long enough to leave none of 2P chunks empty."""
     return is_prefilling & (num_scheduled_tokens >= 2 * pcp_world_size)
 
 
@@ -162,7 +168,8 @@ def plan_partition(
         pcp_world_size: ``P``, >= 2.
 
     Returns:
-        The plan, or None if no prefill of the step is partitioned and the step is to be left as it is.
+        The plan, or None if no prefill of the step is partitioned and the step is to be left as it
+        is.
     """
     size = pcp_world_size
     partitioned = is_partitioned(num_scheduled_tokens, is_prefilling, size)
@@ -222,7 +229,10 @@ def plan_partition(
 
 
 def _slot_idx(
-    row_token: Int32Array, row_len: Int32Array, row_is_owned: BoolArray, num_tokens_after_padding: int
+    row_token: Int32Array,
+    row_len: Int32Array,
+    row_is_owned: BoolArray,
+    num_tokens_after_padding: int,
 ) -> Int32Array:
     """Return ``[P * L]`` int32, the global token each gathered row writes, or ``NO_SLOT``."""
     # One more row a rank, the padding: then all ranks together are one run of P * L tokens.
@@ -237,14 +247,16 @@ def _slot_idx(
     np.subtract(row_token, run_start[:, :width], out=shift[:, :width], where=row_is_owned)
     slot_idx = np.repeat(shift.ravel(), padded_len)
     slot_idx += np.arange(slot_idx.shape[0], dtype=np.int32)
-    return np.maximum(slot_idx, NO_SLOT, out=slot_idx)
+    np.maximum(slot_idx, NO_SLOT, out=slot_idx)
+    return slot_idx
 
 
 def max_local_tokens(max_num_batched_tokens: int, max_num_seqs: int, pcp_world_size: int) -> int:
     """Return the most tokens that a rank runs in any step, partitioned or not.
 
-    A partitioned prefill of q tokens leaves a rank at most ``q / P + 2`` of them; each other request at most
-    ``2P - 1`` when it prefills. (Steps of decodes are bounded by ``max_num_seqs`` tokens.)
+    A partitioned prefill of q tokens leaves a rank at most ``q / P + 2`` of them; each other
+    request at most ``2P - 1`` when it prefills. (Steps of decodes are bounded by ``max_num_seqs``
+    tokens.)
     """
     share = -(-max_num_batched_tokens // pcp_world_size)
     return min(max_num_batched_tokens, share + max_num_seqs * (2 * pcp_world_size - 1))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PCPManager: a scheduled batch becomes this rank's rows, and hidden states become the batch's again."""
+"""PCPManager: a scheduled batch becomes this rank's rows, hidden states the batch's again."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class PCPStats:
 
     Attributes:
         num_steps: Steps.
-        num_partitioned_steps: Steps with at least one partitioned prefill; the counters below are of these.
+        num_partitioned_steps: Steps with at least one partitioned prefill; the counters below are
+            of these.
         num_scheduled_tokens: Tokens of the global batches.
         num_local_tokens: Tokens that this rank computed.
         num_padding_tokens: Rows that this rank ran only to be as long as the longest rank.
@@ -88,7 +89,9 @@ class PCPManager:
         self.device = device
         scheduler_config = vllm_config.scheduler_config
         self.max_local_tokens = max_local_tokens(
-            scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs, self.pcp_world_size
+            scheduler_config.max_num_batched_tokens,
+            scheduler_config.max_num_seqs,
+            self.pcp_world_size,
         )
         self.stats = PCPStats()
         self.kv_gather: KVGather | None = None
@@ -99,7 +102,8 @@ class PCPManager:
         """Refuse what does not run with P > 1; the rules stand in ``vllm.plugins.pcp.admission``.
 
         Raises:
-            ValueError, NotImplementedError: naming each feature, the value received and the way out.
+            ValueError, NotImplementedError: naming each feature, the value received and the way
+                out.
         """
         from vllm.plugins.pcp.admission import validate_config
 
@@ -141,7 +145,9 @@ class PCPManager:
         seq_lens = positions.index_select(0, query_start_loc[1:] - 1).add_(1).to(torch.int32)
         num_computed_tokens_np = batch.num_computed_tokens_np[row_req] + plan.row_offset[rank]
         prefill_len_np = batch.prefill_len_np[row_req]
-        is_padding = torch.zeros(plan.num_tokens_after_padding, dtype=torch.bool, device=self.device)
+        is_padding = torch.zeros(
+            plan.num_tokens_after_padding, dtype=torch.bool, device=self.device
+        )
         is_padding[num_tokens:] = True
         local_batch = dataclasses.replace(
             batch,
@@ -177,23 +183,24 @@ class PCPManager:
 
         Args:
             step: The step.
-            block_tables: For each KV cache group ``[num_reqs, max_num_blocks]`` int32, the global batch's.
+            block_tables: For each KV cache group ``[num_reqs, max_num_blocks]`` int32, the global
+                batch's.
             slot_mappings: ``[num_groups, num_tokens]`` int64, the global batch's.
 
         Returns:
-            Block tables of the local rows ``[W, max_num_blocks]``, and slots ``[num_groups, P * L]`` of the
-            gathered rows.
+            Block tables of the local rows ``[W, max_num_blocks]``, and slots ``[num_groups, P *
+            L]`` of the gathered rows.
         """
         local_tables = tuple(table.index_select(0, step.row_req) for table in block_tables)
         return local_tables, self.prepare_slot_mappings(step, slot_mappings)
 
     def prepare_slot_mappings(self, step: PCPStep, slot_mappings: torch.Tensor) -> torch.Tensor:
-        """Return ``[num_groups, P * L]`` int64: each token's slot at the one gathered row that owns it."""
+        """Return ``[num_groups, P * L]`` int64: a token's slot at the gathered row that owns it."""
         gathered = slot_mappings.index_select(1, step.slot_idx.clamp_min(0))
         return gathered.masked_fill_(step.slot_idx < 0, PAD_SLOT_ID)
 
     def get_dummy_slot_mappings(self, num_groups: int, num_tokens: int) -> torch.Tensor:
-        """Return ``[num_groups, P * num_tokens]`` int64 that gathers like a partitioned step and writes nothing."""
+        """Return ``[num_groups, P * num_tokens]`` int64: gathers, and writes nothing."""
         shape = (num_groups, self.pcp_world_size * num_tokens)
         return torch.full(shape, PAD_SLOT_ID, dtype=torch.int64, device=self.device)
 
@@ -219,8 +226,8 @@ class PCPManager:
             hidden_states: ``[L, hidden_size]``, this rank's.
 
         Returns:
-            ``[num_logits, hidden_size]`` in the order of the global batch's logits, and the global batch with
-            ``logits_indices`` pointing into it.
+            ``[num_logits, hidden_size]`` in the order of the global batch's logits, and the global
+            batch with ``logits_indices`` pointing into it.
 
         Collectives: one all_gather on the PCP group.
         """
@@ -233,7 +240,7 @@ class PCPManager:
     def _copy_to_device(self, *arrays: Int32Array) -> tuple[torch.Tensor, ...]:
         """Copy int32 arrays in one transfer that the host does not wait for."""
         together = async_copy_to_gpu(np.concatenate(arrays), device=self.device)
-        return together.split([array.shape[0] for array in arrays])
+        return torch.split(together, [array.shape[0] for array in arrays])
 
     def _count(self, plan: PartitionPlan) -> None:
         stats = self.stats

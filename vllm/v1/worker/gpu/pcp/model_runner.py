@@ -10,7 +10,8 @@ import torch
 
 from vllm.config import get_layers_from_vllm_config
 from vllm.distributed.pcp.collectives import broadcast_from_first_rank, gather_rows
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backends.pcp import BACKENDS
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.pcp.manager import PCPManager, PCPStep
 
@@ -30,8 +31,9 @@ else:
 class PCPRunnerMixin(_RunnerBase):
     """Over a V2 model runner that has been built: see ``make_pcp_runner``.
 
-    A step without a partitioned prefill takes the stock path from end to end. A partitioned step runs outside CUDA
-    graphs; between ``prepare_inputs`` and the restored hidden states the runner sees the local batch.
+    A step without a partitioned prefill takes the stock path from end to end. A partitioned step
+    runs outside CUDA graphs; between ``prepare_inputs`` and the restored hidden states the runner
+    sees the local batch.
     """
 
     pcp: PCPManager
@@ -48,9 +50,10 @@ class PCPRunnerMixin(_RunnerBase):
         """Return the most bytes of new KV that a token has in one layer.
 
         Raises:
-            NotImplementedError: a layer was given an attention backend without support, whatever was configured.
+            NotImplementedError: a layer was given an attention backend without support, whatever
+                was configured.
         """
-        layers = get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
+        layers = get_layers_from_vllm_config(self.vllm_config, Attention)
         unsupported = {
             type(layer.impl).__name__: name
             for name, layer in layers.items()
@@ -58,17 +61,19 @@ class PCPRunnerMixin(_RunnerBase):
         }
         if unsupported:
             raise NotImplementedError(
-                "Prefill context parallelism does not support an attention implementation that the model brings "
-                f"along (got {unsupported}). Set --prefill-context-parallel-size 1."
+                "Prefill context parallelism does not support the attention implementation that "
+                f"vLLM chose, or the model brings along (got {unsupported}). Choose one of "
+                f"{', '.join(BACKENDS)} with --attention-backend, or set "
+                "--prefill-context-parallel-size 1."
             )
         return max(
-            layer.num_kv_heads * (layer.head_size + layer.head_size_v) * self.dtype.itemsize
+            layer.num_kv_heads * (layer.head_size + layer.head_size_v) * layer.dtype.itemsize
             for layer in layers.values()
         )
 
     @torch.inference_mode()
     def profile_run(self) -> None:
-        """Profile with the most tokens that a rank runs, so that P ranks do not cost KV capacity."""
+        """Profile with the most tokens that one rank runs: P ranks must not cost KV capacity."""
         max_num_tokens = self.max_num_tokens
         self.max_num_tokens = self.pcp.max_local_tokens
         try:
@@ -78,7 +83,9 @@ class PCPRunnerMixin(_RunnerBase):
 
     @torch.inference_mode()
     def warm_up_gather(self) -> None:
-        """Run every PCP collective once: the first request must not pay for connections and kernel compilation.
+        """Run every PCP collective once.
+
+        The first request must not pay for connections and kernel compilation.
 
         Collectives: those of a partitioned step, of two tokens a rank.
         """
@@ -98,7 +105,9 @@ class PCPRunnerMixin(_RunnerBase):
         """Return block tables and slots that write nothing; in the warm-up, slots that gather."""
         block_tables, slot_mappings = super().prepare_dummy_attn(input_batch)
         if self._is_gather_warm_up:
-            slot_mappings = self.pcp.get_dummy_slot_mappings(len(block_tables), input_batch.num_tokens)
+            slot_mappings = self.pcp.get_dummy_slot_mappings(
+                len(block_tables), input_batch.num_tokens
+            )
         return block_tables, slot_mappings
 
     @torch.inference_mode()
@@ -110,11 +119,10 @@ class PCPRunnerMixin(_RunnerBase):
         skip_attn_for_dummy_run: bool = False,
         is_profile: bool = False,
     ) -> ModelRunnerOutput | IntermediateTensors | None:
-        """Run a step; after a partitioned one, leave the global batch and its hidden states for sampling.
+        """Run a step; leave the global batch and its hidden states for sampling.
 
         Collectives: in a partitioned step one gather a layer, and one all_gather of hidden rows.
         """
-        self._pcp_step = None
         self._partitions_step = not dummy_run and self._has_partitioned_prefill(scheduler_output)
         output = super().execute_model(
             scheduler_output,
@@ -124,8 +132,9 @@ class PCPRunnerMixin(_RunnerBase):
             # What a profiling run and a partitioned step have in common: no CUDA graph.
             is_profile=is_profile or self._partitions_step or self._is_gather_warm_up,
         )
-        if self._pcp_step is not None:
-            self._restore(self._pcp_step)
+        step, self._pcp_step = self._pcp_step, None
+        if step is not None:
+            self._restore(step)
         return output
 
     def _has_partitioned_prefill(self, scheduler_output: SchedulerOutput) -> bool:
@@ -142,7 +151,9 @@ class PCPRunnerMixin(_RunnerBase):
         return any(
             num_scheduled_tokens[req_id] >= min_tokens
             and num_computed_tokens < states.prefill_len.np[states.req_id_to_index[req_id]]
-            for req_id, num_computed_tokens in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+            for req_id, num_computed_tokens in zip(
+                cached.req_ids, cached.num_computed_tokens, strict=True
+            )
         )
 
     def prepare_inputs(
@@ -151,10 +162,14 @@ class PCPRunnerMixin(_RunnerBase):
         """Return the batch to run: the scheduled one, or this rank's part of it."""
         batch = super().prepare_inputs(scheduler_output, batch_desc)
         self._pcp_step = self.pcp.partition_batch(batch)
-        assert (self._pcp_step is not None) == self._partitions_step, "the step was dispatched for another batch"
+        assert (self._pcp_step is not None) == self._partitions_step, (
+            "the step was dispatched for another batch"
+        )
         return batch if self._pcp_step is None else self._pcp_step.local_batch
 
-    def prepare_attn(self, input_batch: InputBatch) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    def prepare_attn(
+        self, input_batch: InputBatch
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         """Return block tables of the rows to run, and the slots to write."""
         step = self._pcp_step
         if step is None:
@@ -165,7 +180,8 @@ class PCPRunnerMixin(_RunnerBase):
     def _restore(self, step: PCPStep) -> None:
         """Replace the local batch and its hidden states by the global ones."""
         state = self.execute_model_state
-        assert state is not None and state.hidden_states is not None
+        assert state is not None
+        assert state.hidden_states is not None
         if self._needs_all_hidden_states(step.global_batch):
             batch = step.global_batch
             hidden_states = self.pcp.restore_hidden_states(step, state.hidden_states)
@@ -176,7 +192,9 @@ class PCPRunnerMixin(_RunnerBase):
     def _needs_all_hidden_states(self, batch: InputBatch) -> bool:
         """Say whether more than the rows of the logits is read: prompt logprobs."""
         worker = self.prompt_logprobs_worker
-        return worker is not None and bool(np.any(worker.uses_prompt_logprobs[batch.idx_mapping_np]))
+        return worker is not None and bool(
+            np.any(worker.uses_prompt_logprobs[batch.idx_mapping_np])
+        )
 
     def sample(
         self,
@@ -186,12 +204,14 @@ class PCPRunnerMixin(_RunnerBase):
     ) -> tuple[SamplerOutput, torch.Tensor, torch.Tensor]:
         """Sample on every rank, and keep PCP rank 0's tokens.
 
-        Ranks sample from hidden states that are equal up to the last bit or, after a step that each ran on its
-        own, nearly so. A token that differed would make their requests diverge for good.
+        Ranks sample from hidden states that are equal up to the last bit or, after a step that each
+        ran on its own, nearly so. A token that differed would make their requests diverge for good.
 
         Collectives: one broadcast on the PCP group.
         """
-        output, num_sampled, num_rejected = super().sample(hidden_states, input_batch, grammar_output)
+        output, num_sampled, num_rejected = super().sample(
+            hidden_states, input_batch, grammar_output
+        )
         broadcast_from_first_rank(output.sampled_token_ids)
         return output, num_sampled, num_rejected
 
@@ -201,8 +221,10 @@ class PCPRunnerMixin(_RunnerBase):
         super().shutdown()
 
 
-def make_pcp_runner(runner: GPUModelRunner) -> None:
+def make_pcp_runner(runner: Any) -> PCPRunnerMixin:
     """Turn a V2 runner that has just been built into a PCP runner, whatever its class."""
     stock = type(runner)
     runner.__class__ = type(f"PCP{stock.__name__}", (PCPRunnerMixin, stock), {})
+    assert isinstance(runner, PCPRunnerMixin)
     runner.pcp = PCPManager(runner.vllm_config, runner.device)
+    return runner

@@ -1,0 +1,446 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each refusal is reached by a configuration that does nothing else wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+from vllm.config import (
+    AttentionConfig,
+    CompilationConfig,
+    ECTransferConfig,
+    KVTransferConfig,
+    PassConfig,
+    VllmConfig,
+)
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm.plugins import load_general_plugins
+from vllm.plugins.pcp.admission import RULES, Rule, refusal_table, validate_config
+from vllm.plugins.pcp.routing import EXECUTOR
+
+ROOT = Path(__file__).parents[3]
+SUPPORT_PAGE = ROOT / "docs" / "support.md"
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 512,
+    "dtype": "float32",
+}
+DEEPSEEK = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 0,
+}
+
+
+Change: TypeAlias = Callable[[VllmConfig, pytest.MonkeyPatch], None]
+
+
+class Rocm:
+    """The platform that vLLM detects on AMD GPUs, as far as admission looks at it."""
+
+    device_name = "rocm"
+
+    def is_cuda(self) -> bool:
+        return False
+
+    def is_cpu(self) -> bool:
+        return False
+
+
+class OneGpu:
+    """The same for a machine with one NVIDIA GPU."""
+
+    def is_cuda(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration and what the refusal says it got.
+
+    Attributes:
+        got: The setting that the error repeats.
+        model: Keys of the model's config.json that differ from LLAMA.
+        args: Engine arguments.
+        change: Applied to the finished configuration, for what cannot be built without a
+            GPU or several nodes.
+    """
+
+    got: str = ""
+    model: dict[str, Any] = field(default_factory=dict)
+    args: dict[str, Any] = field(default_factory=dict)
+    change: Change | None = None
+
+
+def setting(path: str, value: Any) -> Change:
+    part, _, name = path.partition(".")
+    return lambda config, patch: setattr(getattr(config, part), name, value)
+
+
+def one_gpu(worker_cls: str) -> Change:
+    def change(config: VllmConfig, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr("vllm.platforms.current_platform", OneGpu())
+        config.parallel_config.worker_cls = worker_cls
+
+    return change
+
+
+CASES = {
+    "model runner V1": Case(
+        "VLLM_USE_V2_MODEL_RUNNER=0",
+        change=lambda config, patch: patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0"),
+    ),
+    "platforms other than CUDA and CPU": Case(
+        "platform=rocm",
+        change=lambda config, patch: patch.setattr("vllm.platforms.current_platform", Rocm()),
+    ),
+    "more than 64 ranks": Case(
+        "prefill_context_parallel_size=65",
+        change=setting("parallel_config.prefill_context_parallel_size", 65),
+    ),
+    "more ranks than GPUs": Case(
+        "world_size=2 with 1 visible",
+        change=one_gpu("vllm.v1.worker.gpu_worker.Worker"),
+    ),
+    "several nodes": Case("nnodes=2", args={"nnodes": 2, "tensor_parallel_size": 2}),
+    "executors other than mp": Case(
+        "distributed_executor_backend=ray",
+        change=setting("parallel_config.distributed_executor_backend", "ray"),
+    ),
+    "decode context parallelism": Case(
+        "decode_context_parallel_size=2",
+        model={"num_key_value_heads": 1},
+        args={"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+    ),
+    "pipeline parallelism": Case("pipeline_parallel_size=2", args={"pipeline_parallel_size": 2}),
+    "data parallelism": Case("data_parallel_size=2", args={"data_parallel_size": 2}),
+    "dual batch overlap and micro-batches": Case(
+        "ubatch_size=2", change=setting("parallel_config.ubatch_size", 2)
+    ),
+    "sequence parallelism and async TP": Case(
+        "pass_config.enable_sp=True",
+        args={
+            "tensor_parallel_size": 2,
+            "compilation_config": CompilationConfig(
+                pass_config=PassConfig(enable_sp=True, sp_min_token_num=1)
+            ),
+        },
+    ),
+    "expert parallelism load balancing": Case(
+        "enable_eplb=True", change=setting("parallel_config.enable_eplb", True)
+    ),
+    "elastic expert parallelism": Case(
+        "enable_elastic_ep=True", change=setting("parallel_config.enable_elastic_ep", True)
+    ),
+    "dense MLA models": Case("architecture=DeepseekV2ForCausalLM", model=DEEPSEEK),
+    "sparse MLA models": Case(
+        "index_topk=8",
+        model={
+            **DEEPSEEK,
+            "architectures": ["DeepseekV32ForCausalLM"],
+            "model_type": "deepseek_v32",
+            "index_topk": 8,
+        },
+    ),
+    "mixture-of-experts models": Case(
+        "architecture=MixtralForCausalLM",
+        model={
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "num_local_experts": 4,
+        },
+    ),
+    "models that write the KV cache in fused kernels": Case(
+        "model_class_overrides=LlamaForCausalLM:vllm.models.deepseek_v32.nvidia.model:Model",
+        change=setting(
+            "model_config.model_class_overrides",
+            {"LlamaForCausalLM": "vllm.models.deepseek_v32.nvidia.model:Model"},
+        ),
+    ),
+    "hybrid, linear-attention and state-space models": Case(
+        "architecture=FalconH1ForCausalLM",
+        model={
+            "architectures": ["FalconH1ForCausalLM"],
+            "model_type": "falcon_h1",
+            "mamba_d_ssm": 128,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 32,
+            "mamba_d_state": 16,
+        },
+    ),
+    "encoder-decoder models": Case(
+        "architecture=WhisperForConditionalGeneration",
+        model={
+            "architectures": ["WhisperForConditionalGeneration"],
+            "model_type": "whisper",
+            "d_model": 64,
+        },
+        args={"language_model_only": True},
+    ),
+    "encoder-only and prefix LM models": Case(
+        "architecture=BertModel", model={"architectures": ["BertModel"], "model_type": "bert"}
+    ),
+    "non-causal attention": Case(
+        "use_non_causal=True", args={"attention_config": AttentionConfig(use_non_causal=True)}
+    ),
+    "diffusion language models": Case("architecture=LlamaForCausalLM", model={"canvas_length": 32}),
+    "chunked local attention": Case("attention_chunk_size=64", model={"attention_chunk_size": 64}),
+    "reference sliding-window attention": Case("rswa_window=64", model={"rswa_window": 64}),
+    "static sink tokens": Case("param_sink_number=128", model={"param_sink_number": 128}),
+    "multimodal inputs": Case(
+        "architecture=PaliGemmaForConditionalGeneration",
+        model={
+            "architectures": ["PaliGemmaForConditionalGeneration"],
+            "model_type": "paligemma",
+            "text_config": {**LLAMA, "model_type": "gemma"},
+        },
+    ),
+    "M-RoPE and XD-RoPE models": Case(
+        "architecture=LlamaForCausalLM",
+        model={
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [2, 3, 3],
+            }
+        },
+    ),
+    "attention backends without a gather before the cache write": Case(
+        "attention_backend=FLEX_ATTENTION", args={"attention_backend": "FLEX_ATTENTION"}
+    ),
+    "quantized KV caches other than FP8": Case(
+        "kv_cache_dtype=int8_per_token_head", args={"kv_cache_dtype": "int8_per_token_head"}
+    ),
+    "KV scales calculated at run time": Case(
+        "calculate_kv_scales=True", args={"calculate_kv_scales": True}
+    ),
+    "fast prefill with shared KV caches": Case(
+        "kv_sharing_fast_prefill=True", args={"kv_sharing_fast_prefill": True}
+    ),
+    "KV connectors": Case(
+        "kv_connector=ExampleConnector",
+        args={
+            "kv_transfer_config": KVTransferConfig(
+                kv_connector="ExampleConnector", kv_role="kv_both"
+            )
+        },
+    ),
+    "KV cache offloading": Case("kv_offloading_size=1.0", args={"kv_offloading_size": 1.0}),
+    "encoder cache transfer": Case(
+        "ec_connector=ECExampleConnector",
+        args={
+            "ec_transfer_config": ECTransferConfig(
+                ec_connector="ECExampleConnector", ec_role="ec_producer"
+            )
+        },
+    ),
+    "LoRA": Case("max_loras=3", args={"enable_lora": True, "max_loras": 3}),
+    "speculative decoding": Case(
+        "method=ngram",
+        args={
+            "speculative_config": {
+                "method": "ngram",
+                "num_speculative_tokens": 2,
+                "prompt_lookup_max": 2,
+            }
+        },
+    ),
+    "prompt embeddings": Case("enable_prompt_embeds=True", args={"enable_prompt_embeds": True}),
+    "sleep mode": Case(
+        "enable_sleep_mode=True", change=setting("model_config.enable_sleep_mode", True)
+    ),
+}
+
+SUPPORTED = {
+    "dense": Case(),
+    "tensor parallelism": Case(args={"tensor_parallel_size": 2}),
+    "prefix caching off": Case(args={"enable_prefix_caching": False}),
+    "chunked prefill off": Case(
+        args={"enable_chunked_prefill": False, "max_num_batched_tokens": 512}
+    ),
+    "async scheduling": Case(args={"async_scheduling": True}),
+    "fp8 cache": Case(args={"kv_cache_dtype": "fp8"}),
+    "torch.compile": Case(args={"enforce_eager": False}),
+    "chosen backend": Case(args={"attention_backend": "TRITON_ATTN"}),
+    "sliding window": Case(
+        model={
+            "architectures": ["MistralForCausalLM"],
+            "model_type": "mistral",
+            "sliding_window": 32,
+        },
+    ),
+    "shared KV caches": Case(
+        model={
+            "architectures": ["Gemma3nForCausalLM"],
+            "model_type": "gemma3n_text",
+            "num_kv_shared_layers": 1,
+        },
+    ),
+    "embedding": Case(args={"runner": "pooling", "convert": "embed"}),
+    "classification": Case(args={"runner": "pooling", "convert": "classify"}),
+    "text of a multimodal model": Case(
+        model=CASES["multimodal inputs"].model,
+        args={"language_model_only": True},
+    ),
+    "DeepSeek with MLA off": Case(
+        model=DEEPSEEK,
+        change=lambda config, patch: patch.setenv("VLLM_MLA_DISABLE", "1"),
+    ),
+    "ranks that share a GPU": Case(
+        change=one_gpu("vllm.v1.worker.pcp.gpu_worker.OneGpuPCPWorker"),
+    ),
+    "routed already": Case(
+        change=setting("parallel_config.distributed_executor_backend", EXECUTOR),
+    ),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def vllm_set_up() -> Iterator[None]:
+    """Load plugins before a test patches what they wrap, and look at model classes right here.
+
+    vLLM starts a process for each class, to keep CUDA out of this one.
+    """
+    load_general_plugins()  # type: ignore[no-untyped-call]  # vLLM left it untyped
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm.model_executor.models.registry._run_in_subprocess", lambda look: look())
+        yield
+
+
+@pytest.fixture
+def engine_args(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Case], EngineArgs]:
+    """Write the model's config.json and return engine arguments, P not among them."""
+    # vLLM then falls back to model runner V1 for what V2 lacks.
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+
+    def make(case: Case) -> EngineArgs:
+        (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **case.model}))
+        args: dict[str, Any] = {
+            "enforce_eager": True,
+            "distributed_executor_backend": "mp",
+            **case.args,
+        }
+        return EngineArgs(
+            model=str(tmp_path), skip_tokenizer_init=True, load_format="dummy", **args
+        )
+
+    return make
+
+
+@pytest.fixture
+def build(
+    engine_args: Callable[[Case], EngineArgs], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Case], VllmConfig]:
+    """Build a configuration with P = 1, then turn it into one that vLLM has let pass with P = 2."""
+
+    def build_case(case: Case) -> VllmConfig:
+        config = engine_args(case).create_engine_config()
+        config.parallel_config.prefill_context_parallel_size = 2
+        config.parallel_config.world_size *= 2
+        if case.change is not None:
+            case.change(config, monkeypatch)
+        return config
+
+    return build_case
+
+
+def sentence(rule: Rule, got: str) -> str:
+    return (
+        f"Prefill context parallelism does not support {rule.feature} (got {got}). "
+        f"{rule.way_out}, or set --prefill-context-parallel-size 1."
+    )
+
+
+def test_every_rule_has_a_case() -> None:
+    assert list(CASES) == [rule.feature for rule in RULES]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.feature)
+def test_refuses_by_name_with_value_and_way_out(
+    rule: Rule, build: Callable[[Case], VllmConfig]
+) -> None:
+    case = CASES[rule.feature]
+    with pytest.raises(rule.error) as refusal:
+        validate_config(build(case))
+    assert str(refusal.value) == sentence(rule, case.got)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [rule for rule in RULES if CASES[rule.feature].change is None],
+    ids=lambda rule: rule.feature,
+)
+def test_refuses_before_vllm_fills_in_its_defaults(
+    rule: Rule, engine_args: Callable[[Case], EngineArgs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES[rule.feature]
+    args = engine_args(case)
+    args.prefill_context_parallel_size = 2
+    monkeypatch.setattr(VllmConfig, "__post_init__", validate_config)
+    with pytest.raises(rule.error) as refusal:
+        args.create_engine_config()
+    assert str(refusal.value) == sentence(rule, case.got)
+
+
+@pytest.mark.parametrize("case", SUPPORTED.values(), ids=SUPPORTED)
+def test_admits(case: Case, build: Callable[[Case], VllmConfig]) -> None:
+    validate_config(build(case))
+
+
+def test_one_rank_is_never_refused(build: Callable[[Case], VllmConfig]) -> None:
+    config = build(CASES["LoRA"])
+    config.parallel_config.prefill_context_parallel_size = 1
+    validate_config(config)
+
+
+def test_lists_all_that_is_wrong(build: Callable[[Case], VllmConfig]) -> None:
+    both = {**CASES["LoRA"].args, **CASES["pipeline parallelism"].args}
+    with pytest.raises(NotImplementedError) as refusal:
+        validate_config(build(Case(args=both)))
+    pipeline, lora = str(refusal.value).splitlines()
+    assert "pipeline parallelism (got pipeline_parallel_size=2)" in pipeline
+    assert "LoRA (got max_loras=3)" in lora
+
+
+def test_a_senseless_setting_makes_it_a_value_error(build: Callable[[Case], VllmConfig]) -> None:
+    too_many = CASES["more than 64 ranks"].change
+    with pytest.raises(ValueError, match=r"more than 64 ranks(.|\n)*LoRA"):
+        validate_config(build(Case(args=CASES["LoRA"].args, change=too_many)))
+
+
+def test_way_out_names_flags_that_exist() -> None:
+    flags = {flag for rule in RULES for flag in re.findall(r"--([a-z-]+)", rule.way_out)}
+    assert flags
+    assert {flag.replace("-", "_") for flag in flags} <= {arg.name for arg in fields(EngineArgs)}
+
+
+def test_support_page_lists_every_refusal() -> None:
+    assert refusal_table() in SUPPORT_PAGE.read_text(), "put refusal_table() into the page"
+
+
+def test_support_page_names_tests_that_exist() -> None:
+    paths = set(re.findall(r"`((?:tests|benchmarks)/[^`]*)`", SUPPORT_PAGE.read_text()))
+    assert paths
+    assert [path for path in paths if not (ROOT / path).exists()] == []
