@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
+
 from vllm.config import (
     AttentionConfig,
     CompilationConfig,
@@ -20,7 +21,6 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.engine.arg_utils import EngineArgs
-
 from vllm.plugins import load_general_plugins
 from vllm.plugins.pcp.admission import RULES, Rule, refusal_table, validate_config
 from vllm.plugins.pcp.routing import EXECUTOR

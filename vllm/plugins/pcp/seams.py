@@ -139,3 +139,26 @@ def _difference(seam: Seam, original: Callable[..., Any]) -> str | None:
     if digest != seam.digest:
         return f"{seam.name}: source is {digest}, pinned {seam.digest}"
     return None
+
+
+def seams_page() -> str:
+    """Return ``docs/design/seams.md``: the table of seams."""
+    lines = [
+        "# Seams",
+        "",
+        "The vLLM functions that this package wraps. `python -m vllm.plugins.pcp.seams` writes this.",
+        "",
+        f"Pinned to vllm=={PINNED_VLLM}. With another version, or another source of one of them,",
+        "nothing is installed, and start-up stops with one error that lists every difference.",
+        "",
+        "| Function | Source | Why | Until |",
+        "| --- | --- | --- | --- |",
+    ]
+    lines += [
+        f"| `{seam.name}` | `{seam.digest}` | {seam.why} | {seam.retire_when} |" for seam in SEAMS
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(seams_page(), end="")  # noqa: T201  (the page is the output)
