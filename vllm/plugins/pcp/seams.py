@@ -146,7 +146,7 @@ def seams_page() -> str:
     lines = [
         "# Seams",
         "",
-        "The vLLM functions that this package wraps. `python -m vllm.plugins.pcp.seams` writes this.",
+        "What this package wraps in vLLM. `python -m vllm.plugins.pcp.seams` writes this page.",
         "",
         f"Pinned to vllm=={PINNED_VLLM}. With another version, or another source of one of them,",
         "nothing is installed, and start-up stops with one error that lists every difference.",
