@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of ``equality.py`` that fits a test run: every backend, eager and with CUDA graphs, P = 2."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+SCRIPT = Path(__file__).with_name("equality.py")
+
+
+@pytest.mark.parametrize("backend", ["FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"])
+def test_answers_are_as_good_as_with_one_rank(backend: str, tmp_path: Path) -> None:
+    options = ["--backends", backend, "--sizes", "2", "--graphs", "eager", "FULL_AND_PIECEWISE"]
+    run = subprocess.run(
+        [sys.executable, SCRIPT, *options, "--folder", tmp_path],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout
