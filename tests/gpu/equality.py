@@ -77,7 +77,8 @@ def make_checkpoint(folder: Path) -> None:
         initializer_range=0.1,
         tie_word_embeddings=False,
     )
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    model: Any = Qwen3ForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(folder)
 
 
 def make_prompts() -> list[list[list[int]]]:
@@ -87,7 +88,7 @@ def make_prompts() -> list[list[list[int]]]:
     rng = np.random.default_rng(0)
 
     def prompt(length: int) -> list[int]:
-        return rng.integers(0, 2048, length).tolist()
+        return [int(token) for token in rng.integers(0, 2048, length)]
 
     prefix = prompt(SHARED_PREFIX)
     batches = [[prompt(length) for length in TOGETHER]]
@@ -100,7 +101,7 @@ def make_prompts() -> list[list[list[int]]]:
 def run_engine(case: Case, checkpoint: Path, result: Path) -> None:
     """Generate with one engine and write what it answered."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM, SamplingParams
+    from vllm import LLM, SamplingParams, TokensPrompt
 
     options: dict[str, Any] = {}
     if case.size > 1:
@@ -135,19 +136,18 @@ def run_engine(case: Case, checkpoint: Path, result: Path) -> None:
     )
     answers = []
     for batch in make_prompts():
-        requests = [{"prompt_token_ids": prompt} for prompt in batch]
+        requests = [TokensPrompt(prompt_token_ids=prompt) for prompt in batch]
         for output in llm.generate(requests, sampling, use_tqdm=False):
             completion = output.outputs[0]
             tokens = list(completion.token_ids)
-            logprobs = [
-                step[token].logprob for step, token in zip(completion.logprobs, tokens, strict=True)
-            ]
+            steps: Any = completion.logprobs
+            logprobs = [step[token].logprob for step, token in zip(steps, tokens, strict=True)]
             answers.append(
                 {"tokens": tokens, "logprobs": logprobs, "cached": output.num_cached_tokens}
             )
     stats = llm.collective_rpc("pcp_stats")[0] if case.size > 1 else None
     llm.collective_rpc(watch_synchronisation)
-    llm.generate([{"prompt_token_ids": list(range(1999, 0, -1))}], sampling, use_tqdm=False)
+    llm.generate(TokensPrompt(prompt_token_ids=[*range(1999)]), sampling, use_tqdm=False)
     syncs = sorted(set(llm.collective_rpc(synchronisations)[0]))
     result.write_text(json.dumps({"answers": answers, "stats": stats, "syncs": syncs}))
     del llm
@@ -159,7 +159,7 @@ def watch_synchronisation(worker: Any) -> None:
 
     import torch
 
-    def note(message: object, category: object, filename: str, lineno: int, *_: object) -> None:
+    def note(message: Any, category: Any, filename: str, lineno: int, *_: Any, **__: Any) -> None:
         if "synchroniz" in str(message):
             worker.syncs.append(f"{filename}:{lineno}")
 
@@ -190,7 +190,8 @@ def child(case: Case, checkpoint: Path, folder: Path) -> None:
 def run_all(cases: list[Case], checkpoint: Path, folder: Path, jobs: int, deadline: float) -> None:
     """Run every case, some at a time; what has not started by the deadline is left out."""
     context = multiprocessing.get_context("fork")
-    waiting, running = list(cases), {}
+    waiting = list(cases)
+    running: dict[Any, tuple[Case, Any, float]] = {}
     while waiting or running:
         while waiting and len(running) < jobs and time.monotonic() < deadline:
             case = waiting.pop(0)
@@ -219,7 +220,8 @@ class Reference:
         import torch
         from transformers import Qwen3ForCausalLM
 
-        self.model = Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).cuda().eval()
+        model: Any = Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        self.model = model.cuda().eval()
         self.known: dict[tuple[int, tuple[int, ...]], list[float]] = {}
 
     def logprobs(self, index: int, prompt: list[int], tokens: list[int]) -> list[float]:
@@ -272,31 +274,50 @@ def judge(cases: list[Case], folder: Path, checkpoint: Path) -> list[dict[str, A
                 "partitioned_steps": run["stats"]["num_partitioned_steps"] if run["stats"] else 0,
                 "verdict": "reference",
             }
-        if run is not None and case.size > 1 and loaded.get(plain) is not None:
-            pairs = zip(run["answers"], loaded[plain]["answers"], strict=True)
-            row["differ"] = sum(a["tokens"] != b["tokens"] for a, b in pairs)
-            mean_plain = sum(errors[plain]) / len(errors[plain])
-            within = (
-                row["error"] <= 2 * max(errors[plain]) + TINY
-                and row["mean_error"] <= 2 * mean_plain + TINY
-            )
-            cached = sum(answer["cached"] or 0 for answer in run["answers"])
-            used = row["partitioned_steps"] > 0 and cached > 0
-            row["syncs"] = [place for place in run["syncs"] if "/pcp/" in place]
-            row["verdict"] = "ok" if within and used and not row["syncs"] else "FAILED"
+        plain_run = loaded.get(plain)
+        if run is not None and case.size > 1 and plain_run is not None:
+            row |= compare(run, plain_run, errors[case], errors[plain])
         rows.append(row)
     return rows
 
 
+def compare(
+    run: dict[str, Any], plain_run: dict[str, Any], errors: list[float], plain_errors: list[float]
+) -> dict[str, Any]:
+    """Return the verdict on a run with P > 1, given the errors of both against fp32."""
+    differ, gap = 0, 0.0
+    for ours, plain in zip(run["answers"], plain_run["answers"], strict=True):
+        differ += ours["tokens"] != plain["tokens"]
+        steps = zip(
+            ours["tokens"], plain["tokens"], ours["logprobs"], plain["logprobs"], strict=True
+        )
+        for token, plain_token, logprob, plain_logprob in steps:
+            if token != plain_token:
+                break
+            gap = max(gap, abs(logprob - plain_logprob))
+    mean_error, mean_plain_error = (sum(e) / len(e) for e in (errors, plain_errors))
+    syncs = [place for place in run["syncs"] if "/pcp/" in place]
+    is_ok = (
+        max(errors) <= 2 * max(plain_errors) + TINY
+        and mean_error <= 2 * mean_plain_error + TINY
+        and run["stats"]["num_partitioned_steps"] > 0
+        and any(answer["cached"] for answer in run["answers"])
+        and not syncs
+    )
+    verdict = "ok" if is_ok else "FAILED"
+    return {"differ": differ, "gap": gap, "syncs": syncs, "verdict": verdict}
+
+
 def print_rows(rows: list[dict[str, Any]]) -> None:
     """Print the table."""
-    form = "{:<12} {:<5} {:<19} {:>2} {:>7} {:>7} {:>9} {:>9} {:>6}  {}"
-    heads = ("backend", "kv", "graphs", "P", "outputs", "differ", "max err", "mean err", "steps")
-    print(form.format(*heads, "verdict"))
+    form = "{:<12} {:<5} {:<19} {:>2} {:>7} {:>7} {:>8} {:>9} {:>9} {:>6}  {}"
+    heads = ("backend", "kv", "graphs", "P", "outputs", "differ", "gap", "max err", "mean err")
+    print(form.format(*heads, "steps", "verdict"))
     for row in rows:
         error = f"{row['error']:.4f}" if "error" in row else "-"
         mean = f"{row['mean_error']:.5f}" if "error" in row else "-"
-        counts = (row.get("outputs", "-"), row.get("differ", "-"), error, mean)
+        gap = f"{row['gap']:.4f}" if "gap" in row else "-"
+        counts = (row.get("outputs", "-"), row.get("differ", "-"), gap, error, mean)
         config = (row["backend"], row["kv_dtype"], row["graphs"], row["size"])
         print(form.format(*config, *counts, row.get("partitioned_steps", "-"), row["verdict"]))
 

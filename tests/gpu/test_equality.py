@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of ``equality.py`` that fits a test run: every backend, eager and with CUDA graphs, P = 2."""
+"""The part of ``equality.py`` that fits a test run: P = 2, eager and with CUDA graphs."""
 
 from __future__ import annotations
 
