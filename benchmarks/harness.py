@@ -12,9 +12,12 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    import torch
 
 REPO_ROOT = Path(__file__).resolve().parents[1]
 
@@ -23,9 +26,10 @@ def environment() -> dict[str, Any]:
     """Return what a reader needs to judge or repeat a measurement.
 
     Returns:
-        ``date`` (UTC), ``command``, ``commit`` (ends in ``-dirty`` if files differ from it; None
-        outside a checkout), ``cpu``, ``cores`` (those this process may use), ``python``, and the
-        versions of ``numpy``, ``torch`` and ``vllm`` (None if not installed).
+        ``date`` (UTC), ``command``, ``commit`` (ends in ``-dirty`` if files differ from it; outside
+        a checkout what BENCHMARK_COMMIT says, or None), ``cpu``, ``cores`` (those this process may
+        use), ``gpus`` (name and driver of each), ``python``, and the versions of ``numpy``,
+        ``torch`` and ``vllm`` (None if not installed).
     """
     script, *arguments = sys.argv
     return {
@@ -34,6 +38,7 @@ def environment() -> dict[str, Any]:
         "commit": _commit(),
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
+        "gpus": _gpus(),
         "python": platform.python_version(),
         **{name: _version(name) for name in ("numpy", "torch", "vllm")},
     }
@@ -69,13 +74,25 @@ def write_json(path: str | Path, name: str, rows: Sequence[dict[str, Any]], **ex
     Path(path).write_text(json.dumps(result, indent=2) + "\n")
 
 
+def cuda_event() -> torch.cuda.Event:
+    """Return an event that tells times on the GPU."""
+    import torch
+
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # by torch
+
+
 def _commit() -> str | None:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    commit = _output("git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+    return commit or os.environ.get("BENCHMARK_COMMIT")
+
+
+def _output(*command: str) -> str | None:
+    """Return what a command prints in the checkout, None if it fails or does not exist."""
     try:
         result = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         return None
-    return result.stdout.strip() or None
+    return result.stdout.strip() if result.returncode == 0 else None
 
 
 def _cpu_model() -> str:
@@ -85,6 +102,11 @@ def _cpu_model() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.machine()
+
+
+def _gpus() -> list[str]:
+    names = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    return names.splitlines() if names else []
 
 
 def _version(package: str) -> str | None:

@@ -323,14 +323,14 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
 
 
 def select(args: argparse.Namespace) -> list[Case]:
-    """Return the cases asked for, P = 1 of a configuration first."""
+    """Return the cases asked for; first, and together, those that compile what others share."""
     return [
         Case(backend, kv_dtype, graphs, size)
-        for backend in args.backends
-        for kv_dtype in args.kv_dtypes
         for graphs in args.graphs
-        if kv_dtype == "auto" or graphs in QUANTISED_GRAPH_MODES
         for size in sorted({1, *args.sizes})
+        for kv_dtype in args.kv_dtypes
+        for backend in args.backends
+        if kv_dtype == "auto" or graphs in QUANTISED_GRAPH_MODES
     ]
 
 
@@ -375,7 +375,7 @@ def main() -> int:
     missing = [case for case in cases if not (folder / f"{case.name}.json").exists()]
     run_all(missing, checkpoint, folder, args.jobs, start + 60 * args.minutes)
     rows = judge(cases, folder, checkpoint)
-    print_rows(rows)
+    print_rows(sorted(rows, key=lambda row: (row["backend"], row["kv_dtype"])))
     if args.json:
         args.json.write_text(
             json.dumps({"cases": rows, "seconds": time.monotonic() - start}, indent=1)
