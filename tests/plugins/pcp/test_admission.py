@@ -323,7 +323,7 @@ def vllm_set_up() -> Iterator[None]:
 
     vLLM starts a process for each class, to keep CUDA out of this one.
     """
-    load_general_plugins()  # type: ignore[no-untyped-call]  # vLLM left it untyped
+    load_general_plugins()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vllm.model_executor.models.registry._run_in_subprocess", lambda look: look())
         yield

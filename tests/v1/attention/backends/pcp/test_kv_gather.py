@@ -8,6 +8,7 @@ import importlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ class RecordedGather(kv_gather.KVGather):
     in."""
 
     def __init__(self, device: torch.device) -> None:
-        group = SimpleNamespace(world_size=PCP_WORLD_SIZE, rank_in_group=0)
+        group: Any = SimpleNamespace(world_size=PCP_WORLD_SIZE, rank_in_group=0)
         super().__init__(group, NUM_TOKENS, device)
         self.memory = torch.zeros(1 << 20, dtype=torch.uint8, device=device)
         self.recorded: dict[int, torch.Tensor] = {}
@@ -88,7 +89,7 @@ def make_config(folder: Path, dtype: torch.dtype) -> VllmConfig:
     return VllmConfig(model_config=model, cache_config=CacheConfig(block_size=BLOCK_SIZE))
 
 
-def make_impl(name: str, kv_dtype: str):
+def make_impl(name: str, kv_dtype: str) -> tuple[Any, Any]:
     module, _, backend = BACKENDS[name].rpartition(".")
     backend_cls = getattr(importlib.import_module(module), backend)
     if name == "FLASH_ATTN_DIFFKV":
@@ -112,7 +113,7 @@ def test_cache_equals_the_stock_write_of_all_ranks_tokens(
     def random(size: int) -> torch.Tensor:
         # Keys and values are slices of one projection, as models hand them over: strided.
         wide = torch.randn(total, NUM_KV_HEADS * size + 8, generator=generator, device=device)
-        return wide.to(dtype)[:, : NUM_KV_HEADS * size].unflatten(1, (NUM_KV_HEADS, size))
+        return wide.to(dtype)[:, : NUM_KV_HEADS * size].view(-1, NUM_KV_HEADS, size)
 
     keys, values = random(HEAD_SIZE), random(head_size_v)
     layer = SimpleNamespace(

@@ -234,8 +234,15 @@ class PCPManager:
         plan = step.plan.plan_restore(logits_tokens(step.global_batch))
         send_idx, recv_idx = self._copy_to_device(plan.send_idx[self.pcp_rank], plan.recv_idx)
         rows = gather_rows(hidden_states.index_select(0, send_idx)).index_select(0, recv_idx)
-        logits_indices = torch.arange(recv_idx.shape[0], device=self.device)
-        return rows, dataclasses.replace(step.global_batch, logits_indices=logits_indices)
+        # Everything that is read at ``logits_indices`` shrinks to those rows: the sampler seeds its
+        # noise with the position, and looks up the token.
+        batch = step.global_batch
+        return rows, dataclasses.replace(
+            batch,
+            input_ids=batch.input_ids.index_select(0, batch.logits_indices),
+            positions=batch.positions.index_select(0, batch.logits_indices),
+            logits_indices=torch.arange(recv_idx.shape[0], device=self.device),
+        )
 
     def _copy_to_device(self, *arrays: Int32Array) -> tuple[torch.Tensor, ...]:
         """Copy int32 arrays in one transfer that the host does not wait for."""
