@@ -78,7 +78,7 @@ def cuda_event() -> torch.cuda.Event:
     """Return an event that tells times on the GPU."""
     import torch
 
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # by torch
+    return torch.cuda.Event(enable_timing=True)
 
 
 def _commit() -> str | None:

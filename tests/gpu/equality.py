@@ -30,6 +30,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from harness import write_json
+
 BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER")
 KV_DTYPES = ("auto", "fp8")
 GRAPH_MODES = ("eager", "NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL")
@@ -377,9 +381,8 @@ def main() -> int:
     rows = judge(cases, folder, checkpoint)
     print_rows(sorted(rows, key=lambda row: (row["backend"], row["kv_dtype"])))
     if args.json:
-        args.json.write_text(
-            json.dumps({"cases": rows, "seconds": time.monotonic() - start}, indent=1)
-        )
+        seconds = time.monotonic() - start
+        write_json(args.json, "equality", [], cases=rows, seconds=seconds)
     return 0 if all(row["verdict"] in ("ok", "reference") for row in rows) else 1
 
 

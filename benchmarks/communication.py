@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looks into GPU workers: how long a KV gather takes, how much of a step is communication.
+
+``worker_extension_cls="communication.CommunicationProbe"`` adds the methods to any worker class.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from harness import cuda_event
+from torch.profiler import ProfilerActivity, profile
+
+from vllm.distributed.pcp.kv_gather import get_kv_gather
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.pcp.gpu_worker import PCPWorker
+
+    _Base = PCPWorker
+else:
+    _Base = object
+
+# Parts of the names of kernels that move data between GPUs: NCCL's, and vLLM's own all-reduce.
+COMMUNICATION = ("nccl", "cross_device_reduce", "all_reduce", "allreduce", "multimem")
+
+
+class CommunicationProbe(_Base):
+    """Methods for ``LLM.collective_rpc``; all ranks run them together."""
+
+    def time_kv_gather(self, num_tokens: int, num_repeats: int) -> dict[str, float | list[float]]:
+        """Time the gather of one layer.
+
+        Args:
+            num_tokens: Rows of each rank.
+            num_repeats: Gathers to time, after as many that warm up.
+
+        Returns:
+            ``seconds`` of each gather, and the ``num_bytes`` of all ranks' rows.
+        """
+        gather = get_kv_gather()
+        runner: Any = self.model_runner
+        row_bytes = runner._max_kv_row_bytes()
+        events = [cuda_event() for _ in range(2 * num_repeats + 1)]
+        rows = gather.begin(num_tokens, row_bytes)
+        for event in events:
+            event.record()
+            gather.begin(num_tokens, row_bytes)
+            rows = gather.finish()
+        torch.cuda.synchronize()
+        pairs = itertools.pairwise(events[num_repeats:])
+        seconds = [begin.elapsed_time(end) / 1e3 for begin, end in pairs]
+        return {"seconds": seconds, "num_bytes": float(rows.numel())}
+
+    def start_kernel_trace(self) -> None:
+        """Start to record kernels."""
+        torch.cuda.synchronize()
+        self._kernel_trace = profile(activities=[ProfilerActivity.CUDA])
+        self._kernel_trace.start()
+
+    def stop_kernel_trace(self) -> dict[str, float]:
+        """Return the seconds of all kernels since the start, and of those that communicate.
+
+        A rank that arrives early waits inside the kernel: the rank that waited least is nearest to
+        the time on the link.
+        """
+        torch.cuda.synchronize()
+        self._kernel_trace.stop()
+        kernels = communication = 0.0
+        for event in self._kernel_trace.key_averages():
+            seconds = event.self_device_time_total / 1e6
+            kernels += seconds
+            if any(part in event.key.lower() for part in COMMUNICATION):
+                communication += seconds
+        return {"kernels": kernels, "communication": communication}

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines to be timed, and how they are timed: offline, token-id prompts, no tokenizer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib.metadata import version
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput, SamplingParams
+    from vllm.inputs import TokensPrompt as Prompt
+
+
+def is_cpu_build() -> bool:
+    """Say whether the installed vLLM runs on CPUs, without importing it."""
+    return "cpu" in version("vllm")
+
+
+def start_engine(model: str, **options: Any) -> LLM:
+    """Start an engine with Model Runner V2, prefix caching off.
+
+    Args:
+        model: Model folder.
+        **options: Arguments of ``vllm.LLM``, over the defaults of this function.
+    """
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    defaults: dict[str, Any] = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,  # time_per_output_token reads them
+        "dtype": "bfloat16",
+        "max_num_seqs": 64,
+        "gpu_memory_utilization": 0.85,
+    }
+    if is_cpu_build():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+        defaults |= {
+            "dtype": "float32",
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": 1 << 30,
+            "gpu_memory_utilization": 0.1,
+        }
+    from vllm import LLM
+
+    return LLM(model=model, **(defaults | options))
+
+
+def random_prompts(num_tokens: Sequence[int], vocab_size: int) -> list[Prompt]:
+    """Return one prompt of random tokens for each length, always the same ones."""
+    rng = np.random.default_rng(0)
+    return [{"prompt_token_ids": rng.integers(vocab_size, size=n).tolist()} for n in num_tokens]
+
+
+def greedy(max_tokens: int, logprobs: int | None = None) -> SamplingParams:
+    """Return parameters for exactly ``max_tokens`` greedy tokens."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=0,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=logprobs,
+    )
+
+
+def generate(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams) -> list[RequestOutput]:
+    """Run prompts all at once, without a progress bar."""
+    return llm.generate(list(prompts), params, use_tqdm=False)
+
+
+def time_to_first_token(llm: LLM, prompt: Prompt) -> float:
+    """Return the seconds that a request of one output token takes alone."""
+    params = greedy(1)
+    start = perf_counter()
+    generate(llm, [prompt], params)
+    return perf_counter() - start
+
+
+def time_per_output_token(llm: LLM, prompts: Sequence[Prompt], num_tokens: int) -> float:
+    """Return the mean seconds between tokens of requests that run together, the first one apart."""
+    seconds = []
+    for output in generate(llm, prompts, greedy(num_tokens)):
+        stats = output.metrics
+        assert stats is not None
+        seconds.append((stats.last_token_ts - stats.first_token_ts) / (num_tokens - 1))
+    return float(np.mean(seconds))
+
+
+def num_kv_tokens(llm: LLM) -> int:
+    """Return how many tokens the engine's KV cache holds."""
+    cache_config = llm.llm_engine.vllm_config.cache_config
+    assert cache_config.num_gpu_blocks is not None
+    return cache_config.num_gpu_blocks * cache_config.block_size
+
+
+def require_partitioned_steps(llm: LLM) -> dict[str, int]:
+    """Return rank 0's counters.
+
+    Raises:
+        RuntimeError: no step was partitioned, so that whatever was timed is not PCP.
+    """
+    stats: dict[str, int] = llm.collective_rpc("pcp_stats")[0]
+    if stats["num_partitioned_steps"] == 0:
+        raise RuntimeError(f"No step was partitioned: {stats}")
+    return stats

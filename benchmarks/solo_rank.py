@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of prefill context parallelism, alone: its own work, without the time on a link.
+
+The engine has one rank, and its worker is told which rank of how many it plays. All of our code and
+all kernels run as on that rank of P: the same rows, the same slots, the same gathered bytes written
+to the cache. Only the collectives send nothing, and the KV rows of other ranks are random numbers.
+So the tokens are wrong, and the time is a rank's critical path less communication.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from harness import cuda_event
+
+from vllm.config import get_layers_from_vllm_config
+from vllm.distributed import parallel_state
+from vllm.distributed.parallel_state import GroupCoordinator, get_pcp_group
+from vllm.distributed.pcp import kv_gather
+from vllm.distributed.pcp.kv_gather import KVGather
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.platforms import current_platform
+from vllm.v1.worker.gpu.pcp.manager import PCPManager
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.pcp.gpu_worker import PCPWorker as _Worker
+elif current_platform.is_cpu():
+    from vllm.v1.worker.pcp.cpu_worker import PCPCPUWorker as _Worker
+else:
+    from vllm.v1.worker.pcp.gpu_worker import PCPWorker as _Worker
+
+# What dummy weights make of keys and values, about.
+OTHER_RANKS_STD = 1e-3
+
+
+class SoloGroup(GroupCoordinator):
+    """In place of the PCP group: ``world_size`` ranks of which one is here; nothing is sent.
+
+    Attributes:
+        num_collectives: Collectives so far.
+    """
+
+    def __init__(self, world_size: int, rank_in_group: int) -> None:
+        # Not the stock initialiser, which would wait for the other ranks.
+        self.world_size = world_size
+        self.rank_in_group = rank_in_group
+        self.device_communicator = None
+        self.mq_broadcaster = None
+        self.num_collectives = 0
+
+    def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """Return this rank's rows P times over."""
+        assert dim == 0
+        self.num_collectives += 1
+        return input_.repeat(self.world_size, *[1] * (input_.dim() - 1))
+
+    def broadcast(self, input_: torch.Tensor, src: int = 0) -> torch.Tensor:
+        """Leave the tensor alone."""
+        self.num_collectives += 1
+        return input_
+
+
+class SoloKVGather(KVGather):
+    """A buffer of the real size in which other ranks' rows are never filled in."""
+
+    def __init__(
+        self,
+        group: SoloGroup,
+        max_num_tokens: int,
+        max_row_bytes: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(group, max_num_tokens, device)
+        num_elements = group.world_size * max_num_tokens * max_row_bytes // dtype.itemsize
+        rows = torch.empty(num_elements, dtype=dtype, device=device).normal_(0, OTHER_RANKS_STD)
+        self._all_rows = rows.view(torch.uint8)
+        self._group = group
+
+    def _buffer(self) -> torch.Tensor:
+        return self._all_rows
+
+    def _exchange(self, rows: torch.Tensor, own_rows: torch.Tensor) -> None:
+        self._group.num_collectives += 1
+
+
+class SoloPCPManager(PCPManager):
+    """The manager, with a gather that sends nothing."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._dtype: torch.dtype = args[0].model_config.dtype
+
+    def init_kv_gather(self, max_row_bytes: int) -> None:
+        """Create the gather, and put it where attention layers look for it."""
+        group = get_pcp_group()
+        assert isinstance(group, SoloGroup)
+        self.kv_gather = kv_gather._kv_gather = SoloKVGather(
+            group, self.max_local_tokens, max_row_bytes, self._dtype, self.device
+        )
+
+
+class SoloRankWorker(_Worker):
+    """Worker of a one-rank engine that plays rank 0 of ``additional_config["pcp_world_size"]``."""
+
+    model_runner: Any  # a PCP runner, or a stock one
+    device: torch.device
+    _is_stock = False
+
+    def init_device(self) -> None:
+        """Build the device and a PCP runner as usual, then put the solo group below them."""
+        super().init_device()
+        self._step_events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        additional_config = self.vllm_config.additional_config
+        assert isinstance(additional_config, dict)
+        self.play_rank(additional_config["pcp_world_size"], 0)
+
+    def play_rank(self, pcp_world_size: int, pcp_rank: int) -> None:
+        """Go on as rank ``pcp_rank`` of ``pcp_world_size``; one of one runs vLLM's own classes.
+
+        (Metadata builders keep the buffers of PCP, which are larger.)
+        """
+        parallel_state._PCP = SoloGroup(pcp_world_size, pcp_rank)
+        is_stock = pcp_world_size == 1
+        if is_stock != self._is_stock:
+            self._swap_classes(is_stock)
+        runner = self.model_runner
+        runner.pcp = SoloPCPManager(self.vllm_config, self.device)
+        layers = self._attention_layers()
+        for layer in layers:
+            layer.impl.pcp_world_size, layer.impl.pcp_rank = pcp_world_size, pcp_rank
+        if layers and not is_stock:
+            runner.pcp.init_kv_gather(runner._max_kv_row_bytes())
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _swap_classes(self, is_stock: bool) -> None:
+        """Put vLLM's own runner and attention classes in place of ours, or ours back."""
+        runner, layers = self.model_runner, self._attention_layers()
+        if is_stock:
+            self._pcp_runner_class = type(runner)
+            self._pcp_impls = [layer.impl for layer in layers]
+            runner.__class__ = _stock_class(runner)
+            impls = [_stock_copy(impl) for impl in self._pcp_impls]
+        else:
+            runner.__class__ = self._pcp_runner_class
+            impls = self._pcp_impls
+        for layer, impl in zip(layers, impls, strict=True):
+            layer.impl = impl
+        self._is_stock = is_stock
+
+    def _attention_layers(self) -> list[Any]:
+        """Return the model's attention layers, none before it is loaded."""
+        layer_type: type[Any] = AttentionLayerBase
+        return list(get_layers_from_vllm_config(self.vllm_config, layer_type).values())
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        """Run a step between two events, on a GPU."""
+        if self.device.type != "cuda" or scheduler_output.total_num_scheduled_tokens == 0:
+            return super().execute_model(scheduler_output)
+        begin, end = cuda_event(), cuda_event()
+        begin.record()
+        output = super().execute_model(scheduler_output)
+        end.record()
+        self._step_events.append((begin, end))
+        return output
+
+    def take_step_seconds(self) -> list[float]:
+        """Return how long each step since the last call was on the GPU, sampling apart."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        events, self._step_events = self._step_events, []
+        return [begin.elapsed_time(end) / 1e3 for begin, end in events]
+
+    def num_collectives(self) -> int:
+        """Return how many collectives this rank has taken part in since it plays it."""
+        group = get_pcp_group()
+        assert isinstance(group, SoloGroup)
+        return group.num_collectives
+
+
+def _stock_class(instance: object) -> type[Any]:
+    """Return vLLM's class, over which a class of ours is a mixin."""
+    return type(instance).__bases__[-1]
+
+
+def _stock_copy(impl: object) -> object:
+    """Return an instance of the stock class in the same state."""
+    copy: object = object.__new__(_stock_class(impl))
+    copy.__dict__.update(impl.__dict__)
+    return copy

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``ttft_gpus.py`` has measured, as tables and as a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import mean, median
+from typing import Any
+
+import numpy as np
+from harness import print_table, spread
+from steps import Row
+
+ONE = "one GPU"
+MODES = ("eager", "graphs")
+EQUALITY = "equality"
+BARS = (
+    "PCP of two: 1.8x at 4k, 1.9x at 8k, 1.95x at 32k and 100k; of four: 3.7x at 32k.",
+    "PCP ahead of TP from 8k on; TPOT within 2 % of one GPU's.",
+)
+
+
+def summarise(num_gpus: int, rows: Sequence[Row]) -> dict[str, Any]:
+    """Return the figures of the tables, and speed-ups (eager, if measured) as a plot."""
+    ttft = compared_with_one_gpu(rows, "ttft", "num_tokens")
+    lines: dict[str, list[list[float]]] = {}
+    for row in ttft:
+        if row["mode"] == ttft[0]["mode"] and row["layout"] != ONE and row["speed_up"]:
+            line = lines.setdefault(row["layout"], [[], []])
+            line[0].append(row["num_tokens"])
+            line[1].append(row["speed_up"])
+    lengths = sorted({row["num_tokens"] for row in ttft})
+    plot = {
+        "title": f"Time to first token on {num_gpus} GPUs",
+        "x_label": "prompt tokens",
+        "y_label": "times as fast as one GPU",
+        "lines": lines,
+        "ideal": [lengths, [num_gpus] * len(lengths)],
+    }
+    decode = compared_with_one_gpu(rows, "decode", "concurrency")
+    return {"num_gpus": num_gpus, "bars": BARS, "ttft": ttft, "decode": decode, "plot": plot}
+
+
+def compared_with_one_gpu(rows: Sequence[Row], kind: str, x: str) -> list[Row]:
+    """Return mean, P99, spread and speed-up of one kind of rows, by mode and ``x``."""
+    rows = [row for row in rows if row["kind"] == kind]
+    one_gpu = {(row["mode"], row[x]): mean(row["seconds"]) for row in rows if row["layout"] == ONE}
+    summary = []
+    for row in sorted(rows, key=lambda row: (MODES.index(row["mode"]), row[x])):
+        seconds = mean(row["seconds"])
+        base = one_gpu.get((row["mode"], row[x]))
+        summary.append(
+            {
+                **{key: row[key] for key in ("mode", x, "layout")},
+                "mean": seconds,
+                "p99": float(np.percentile(row["seconds"], 99)),
+                **spread(row["seconds"]),
+                "speed_up": None if base is None else base / seconds,
+            }
+        )
+    return summary
+
+
+def compare_tokens(row: Row, reference: Row) -> tuple[int, float]:
+    """Return how many outputs differ at some token, and the worst logprob difference before it."""
+    num_different, worst = 0, 0.0
+    for tokens, reference_tokens, logprobs, reference_logprobs in zip(
+        *(each[key] for key in ("tokens", "logprobs") for each in (row, reference)), strict=True
+    ):
+        is_same = np.equal(tokens, reference_tokens)
+        num_same = len(tokens) if is_same.all() else int(np.argmin(is_same))
+        num_different += num_same < len(tokens)
+        differences = np.abs(np.subtract(logprobs, reference_logprobs))
+        worst = max(worst, float(differences[:num_same].max(initial=0)))
+    return num_different, worst
+
+
+def print_report(num_gpus: int, rows: Sequence[Row]) -> None:
+    """Print all tables."""
+    print_ttft(num_gpus, rows)
+    print_decode(rows)
+    print_gather(num_gpus, rows)
+    print_trace(rows)
+    print_equality(rows)
+    print("\n".join(BARS))
+
+
+def print_section(title: str, headers: Sequence[str], table: Sequence[Sequence[Any]]) -> None:
+    """Print a table under its title, if there is anything in it."""
+    if table:
+        print(title)
+        print_table(headers, table)
+        print()
+
+
+def print_ttft(num_gpus: int, rows: Sequence[Row]) -> None:
+    """Print times to first token."""
+    table = []
+    for row in compared_with_one_gpu(rows, "ttft", "num_tokens"):
+        times = [1e3 * row[key] for key in ("mean", "p99", "std")]
+        speed_up, of_ideal = "", ""
+        if row["speed_up"] is not None and row["layout"] != ONE:
+            speed_up, of_ideal = f"{row['speed_up']:.2f}x", f"{row['speed_up'] / num_gpus:.1%}"
+        names = [row["mode"], row["num_tokens"], row["layout"]]
+        table.append([*names, *times, row["n"], speed_up, of_ideal])
+    headers = ["mode", "tokens", "layout", "mean", "P99", "std", "n", "speed-up", "of ideal"]
+    print_section("Time to first token, ms", headers, table)
+
+
+def print_decode(rows: Sequence[Row]) -> None:
+    """Print times per output token."""
+    table = []
+    for row in compared_with_one_gpu(rows, "decode", "concurrency"):
+        times = [1e3 * row[key] for key in ("mean", "p99", "std")]
+        ratio = "" if row["speed_up"] is None else f"{1 / row['speed_up']:.3f}"
+        names = [row["mode"], row["concurrency"], row["layout"]]
+        table.append([*names, *times, row["n"], ratio])
+    headers = ["mode", "requests", "layout", "mean", "P99", "std", "n", "to one GPU"]
+    print_section("Time per output token, ms", headers, table)
+
+
+def print_gather(num_gpus: int, rows: Sequence[Row]) -> None:
+    """Print how long the KV gather of a layer takes."""
+    table = []
+    for row in rows:
+        if row["kind"] == "gather":
+            seconds, num_bytes = median(row["seconds"]), row["num_bytes"]
+            received = num_bytes * (num_gpus - 1) / num_gpus
+            sizes = [row["num_tokens"], num_bytes / 2**20]
+            table.append([row["layout"], *sizes, 1e3 * seconds, received / seconds / 1e9])
+    headers = ["layout", "tokens", "MiB", "median ms", "GB/s into a GPU"]
+    print_section("KV gather of one layer, alone", headers, table)
+
+
+def print_trace(rows: Sequence[Row]) -> None:
+    """Print how much of a prefill is communication."""
+    table = []
+    for row in rows:
+        if row["kind"] == "trace":
+            rank = min(row["ranks"], key=lambda rank: rank["communication"])
+            times = [row["seconds"], rank["kernels"], rank["communication"]]
+            share = f"{rank['communication'] / row['seconds']:.1%}"
+            names = [row["layout"], row["num_tokens"]]
+            table.append([*names, *(1e3 * seconds for seconds in times), share])
+    headers = ["layout", "tokens", "TTFT", "kernels", "communication", "of TTFT"]
+    print_section("Kernels of one prefill, on the rank that waited least, ms", headers, table)
+
+
+def print_equality(rows: Sequence[Row]) -> None:
+    """Print how the tokens of PCP compare with one GPU's."""
+    outputs = {row["layout"]: row for row in rows if row["kind"] == EQUALITY}
+    table = []
+    for layout, row in outputs.items():
+        if layout != ONE and ONE in outputs:
+            num_different, worst = compare_tokens(row, outputs[ONE])
+            table.append([layout, len(row["tokens"]), num_different, f"{worst:.4f}"])
+    headers = ["layout", "outputs", "that differ", "worst logprob difference before"]
+    print_section("Greedy tokens against one GPU", headers, table)
