@@ -151,9 +151,9 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], list[str]]], ...
         Qwen3-8B shape, bf16, dummy weights, eager, 32768 tokens a step, one output token. Ranks
         run one at a time on one GPU, with all of their work and nothing on a link; the slowest
         rank counts. The bar is 95 % of ideal at 32k and 128k: met but for P = 8 at 32k, where a
-        rank has 4096 tokens. What is missing does not shrink with P (every rank writes the KV of
-        all tokens; the engine's own 5 ms a request) or gets less efficient (smaller matrix
-        products; at 8k, launches that the GPU waits for).
+        rank has 4096 tokens. Some of what is missing is known: every rank writes the KV of all
+        tokens, and the time that the GPU is not busy, 3 to 6 ms a request, does not shrink with P.
+        The rest has not been profiled.
         """,
         critical_path,
     ),

@@ -14,17 +14,6 @@ from vllm.v1.worker.pcp.mixin import PCPWorkerMixin
 class PCPWorker(PCPWorkerMixin, Worker):
     """One rank on one GPU."""
 
-    def init_device(self) -> None:
-        """Initialise the GPU that belongs to this rank of this data parallel replica."""
-        config = self.parallel_config
-        dp_rank = config.data_parallel_rank_local
-        if dp_rank is None:
-            dp_rank = config.data_parallel_index
-        # vLLM 0.25.1 places replicas TP x PP GPUs apart, and leaves out PCP.
-        per_stage = config.pipeline_parallel_size * config.tensor_parallel_size
-        self.local_rank += dp_rank * per_stage * (config.prefill_context_parallel_size - 1)
-        super().init_device()
-
 
 class OneGpuPCPWorker(PCPWorker):
     """All ranks on GPU 0, to try things out where there is one GPU: right tokens, no speed.
