@@ -16,6 +16,7 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 3, 4, 5, 8, 9})
     monkeypatch.setattr("vllm.utils.cpu_resource_utils.get_visible_memory_node", lambda: [0])
     monkeypatch.setenv(routing.OMP_BIND_ENV, "auto")
+    monkeypatch.setattr(routing, "_chosen_binding", "auto")
 
 
 @pytest.mark.usefixtures("cores")
@@ -32,6 +33,13 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cores_are_shared_out_evenly(world_size: int, binding: str) -> None:
     routing.bind_cpu_ranks(world_size)
     assert os.environ[routing.OMP_BIND_ENV] == binding
+
+
+@pytest.mark.usefixtures("cores")
+def test_a_second_engine_of_a_process_gets_its_own_binding() -> None:
+    routing.bind_cpu_ranks(2)
+    routing.bind_cpu_ranks(3)
+    assert os.environ[routing.OMP_BIND_ENV] == "2,3|4,5|8,9"
 
 
 @pytest.mark.usefixtures("cores")

@@ -34,10 +34,11 @@ def gather_rows(rows: torch.Tensor) -> torch.Tensor:
 
 
 def broadcast_from_first_rank(tensor: torch.Tensor) -> None:
-    """Overwrite ``tensor``, any shape, with PCP rank 0's.
+    """Overwrite ``tensor``, contiguous and of any shape, with PCP rank 0's.
 
     Collectives: one broadcast on the PCP group.
     """
+    assert tensor.is_contiguous(), f"strides {tensor.stride()} of shape {tensor.shape}"
     group = get_pcp_group()
     pynccl = pynccl_communicator(group)
     if pynccl is None:

@@ -19,6 +19,8 @@ WORKERS = {
 EXECUTOR = "vllm.v1.executor.pcp.PCPMultiprocExecutor"
 OMP_BIND_ENV = "VLLM_CPU_OMP_THREADS_BIND"
 
+_chosen_binding = "auto"
+
 
 def wrap_vllm_config_post_init(
     original: Callable[[VllmConfig], None],
@@ -92,16 +94,18 @@ def bind_cpu_ranks(world_size: int) -> None:
 
     vLLM's automatic binding wants a NUMA node for each rank.
     """
-    if os.environ.get(OMP_BIND_ENV, "auto") != "auto":
+    global _chosen_binding
+    # What an earlier engine of this process was given is not the user's word.
+    if os.environ.get(OMP_BIND_ENV, "auto") not in ("auto", _chosen_binding):
         return
     from vllm.utils.cpu_resource_utils import get_visible_memory_node
 
     if len(get_visible_memory_node()) >= world_size:
-        return
-    cores = sorted(os.sched_getaffinity(0))
-    share = len(cores) // world_size
-    if share == 0:
-        os.environ[OMP_BIND_ENV] = "nobind"
-        return
-    ranks = (cores[rank * share : (rank + 1) * share] for rank in range(world_size))
-    os.environ[OMP_BIND_ENV] = "|".join(",".join(map(str, rank)) for rank in ranks)
+        _chosen_binding = "auto"
+    else:
+        cores = sorted(os.sched_getaffinity(0))
+        share = len(cores) // world_size
+        ranks = (cores[rank * share : (rank + 1) * share] for rank in range(world_size))
+        lists = "|".join(",".join(map(str, rank)) for rank in ranks)
+        _chosen_binding = lists if share else "nobind"
+    os.environ[OMP_BIND_ENV] = _chosen_binding
