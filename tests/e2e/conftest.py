@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines, each run once a session through all of its scenarios."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Checkpoints
+from tests.e2e.compare import Pair
+from tests.e2e.processes import REPO_ROOT, Forks
+from tests.e2e.results import EngineResults, Spec
+from tests.e2e.scenarios import Sizes
+
+RANDOM_SIZES = Sizes(block_size=32, num_blocks=64, max_num_batched_tokens=256, max_model_len=1024)
+# Where all layers have a window, vLLM takes blocks of 16; CPU workers would go by --block-size.
+WINDOW_SIZES = Sizes(block_size=16, num_blocks=128, max_num_batched_tokens=256, max_model_len=1024)
+SMOLLM2_SIZES = Sizes(block_size=16, num_blocks=48, max_num_batched_tokens=128, max_model_len=512)
+STORY = REPO_ROOT / "examples" / "demo" / "story.txt"
+
+PREFILL_SCENARIOS = (
+    "short_prompts_alone",
+    "chunked_prefill",
+    "mixed_batches",
+    "prefix_hits",
+    "concurrent_prefills",
+)
+WINDOW_SCENARIOS = (*PREFILL_SCENARIOS, "preemption")
+SIZES = {"smollm2": SMOLLM2_SIZES, "mistral": WINDOW_SIZES}
+# Of engines that do not run all of them.
+SCENARIOS = {
+    "embedding": PREFILL_SCENARIOS,
+    "mistral": WINDOW_SCENARIOS,
+    "gemma3": WINDOW_SCENARIOS,
+}
+
+
+class Engines:
+    """Results of engines by name, number of ranks and tensor parallel size."""
+
+    def __init__(self, checkpoints: Checkpoints, forks: Forks, folder: Path) -> None:
+        self.checkpoints = checkpoints
+        self.forks = forks
+        self.folder = folder
+        self._results: dict[str, EngineResults | Exception] = {}
+
+    def pair(self, name: str, pcp: int, tp: int = 1) -> Pair:
+        """Return what P = 1 gives, and what P and TP give."""
+        sizes = self.spec(name, pcp, tp).sizes
+        return Pair(self.results(name, 1, 1), self.results(name, pcp, tp), pcp, sizes)
+
+    def results(self, name: str, pcp: int, tp: int) -> EngineResults:
+        """Return what an engine gives; it runs at the first call."""
+        key = f"{name}-pcp{pcp}-tp{tp}"
+        if key not in self._results:
+            try:
+                self._results[key] = self._run(key, self.spec(name, pcp, tp))
+            except (RuntimeError, OSError) as error:
+                self._results[key] = error
+        results = self._results[key]
+        if isinstance(results, Exception):
+            raise results
+        return results
+
+    def spec(self, name: str, pcp: int, tp: int) -> Spec:
+        """Return the engine of a checkpoint; "embedding" is the one of "qwen3"."""
+        is_pooling = name == "embedding"
+        return Spec(
+            str(self.checkpoints("qwen3" if is_pooling else name)),
+            SIZES.get(name, RANDOM_SIZES),
+            pcp,
+            tp,
+            PREFILL_SCENARIOS if pcp > 4 else SCENARIOS.get(name, ()),
+            str(STORY) if name == "smollm2" else None,
+            is_pooling,
+            forks=name != "qwen3" or pcp > 4,
+        )
+
+    def _run(self, key: str, spec: Spec) -> EngineResults:
+        files = [self.folder / f"{key}.{suffix}" for suffix in ("spec", "results", "log")]
+        spec.save(files[0])
+        self.forks.run("tests.e2e.engine:run_scenarios", *files[:2], log=files[2])
+        return EngineResults.load(files[1])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cpu_build() -> None:
+    if "cpu" not in version("vllm"):
+        pytest.skip("the ranks are CPU processes, and this is a GPU build of vLLM")
+
+
+@pytest.fixture(scope="session")
+def forks() -> Forks:
+    """Return what starts processes that use vLLM."""
+    return Forks()
+
+
+@pytest.fixture(scope="session")
+def engines(
+    checkpoints: Checkpoints, forks: Forks, tmp_path_factory: pytest.TempPathFactory
+) -> Engines:
+    """Return the engines of this session."""
+    return Engines(checkpoints, forks, tmp_path_factory.mktemp("engines"))

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a test asks of an engine, and what it gets back, as files between processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.scenarios import Sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One engine.
+
+    Attributes:
+        checkpoint: Folder of the model.
+        sizes: Of the engine.
+        pcp: Ranks that a prefill is split over.
+        tp: Ranks that heads are split over.
+        scenarios: Names of those to run; empty for all.
+        text: File that prompts are cut from; None for random tokens.
+        is_pooling: Embeds prompts, instead of generating.
+        forks: Forks its ranks, which saves time; spawned ranks, the normal ones, differ in the
+            order of their sets.
+    """
+
+    checkpoint: str
+    sizes: Sizes
+    pcp: int = 1
+    tp: int = 1
+    scenarios: Sequence[str] = ()
+    text: str | None = None
+    is_pooling: bool = False
+    forks: bool = False
+
+    def save(self, path: Path) -> None:
+        """Write to a file."""
+        path.write_text(json.dumps(dataclasses.asdict(self)))
+
+    @classmethod
+    def load(cls, path: Path) -> Spec:
+        """Read from a file."""
+        fields = json.loads(path.read_text())
+        return cls(**{**fields, "sizes": Sizes(**fields["sizes"])})
+
+
+@dataclass(slots=True)
+class ScenarioResults:
+    """What came out of one scenario.
+
+    Attributes:
+        requests: Of each the output, as ``tests.e2e.engine`` summarizes it, or None if it was
+            aborted.
+        stats: By how much each rank's ``pcp_stats`` went up; empty if P = 1.
+        collectives: Of each rank, in order; empty if P = 1.
+        num_steps: Steps of the engine.
+        seconds: Time that they took.
+        num_preemptions: Requests preempted.
+        kv_cache_usage: Share of the KV cache in use at the end.
+    """
+
+    requests: list[dict[str, Any] | None]
+    stats: list[dict[str, int]] = field(default_factory=list)
+    collectives: list[list[str]] = field(default_factory=list)
+    num_steps: int = 0
+    seconds: float = 0.0
+    num_preemptions: int = 0
+    kv_cache_usage: float = 0.0
+
+
+@dataclass(slots=True)
+class EngineResults:
+    """What came out of an engine.
+
+    Attributes:
+        scenarios: By name.
+        num_ranks: Workers.
+        num_pcp_ranks: Workers that are PCP workers.
+        num_kv_cache_groups: Groups of layers with block tables of their own.
+        is_async: Whether the next step is scheduled before the last one is known.
+    """
+
+    scenarios: dict[str, ScenarioResults]
+    num_ranks: int
+    num_pcp_ranks: int
+    num_kv_cache_groups: int
+    is_async: bool
+
+    def save(self, path: Path) -> None:
+        """Write to a file."""
+        path.write_text(json.dumps(dataclasses.asdict(self)))
+
+    @classmethod
+    def load(cls, path: Path) -> EngineResults:
+        """Read from a file."""
+        fields = json.loads(path.read_text())
+        results = {name: ScenarioResults(**value) for name, value in fields["scenarios"].items()}
+        return cls(**{**fields, "scenarios": results})
