@@ -76,10 +76,6 @@ class Recorder(_Extended):
         """Put the source of seeds for unseeded requests into a known state."""
         np.random.seed(0)
 
-    def process_id(self) -> int:
-        """Return this rank's process id."""
-        return os.getpid()
-
     def die_in_next_gather(self, rank: int) -> None:
         """Let one rank end as if killed, in a layer where the others wait for it."""
         from vllm.distributed.pcp.kv_gather import KVGather

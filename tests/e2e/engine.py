@@ -8,7 +8,6 @@ other: an engine cannot be taken down and another one set up in the same process
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -68,9 +67,7 @@ class Driver:
         stats = self._stats()
         num_preemptions = self._num_preemptions()
         results = ScenarioResults([])
-        begin = time.monotonic()
         results.requests, results.num_steps = self._drive(requests)
-        results.seconds = time.monotonic() - begin
         results.num_preemptions = self._num_preemptions() - num_preemptions
         results.kv_cache_usage = self.scheduler.kv_cache_manager.usage
         if self.has_pcp:

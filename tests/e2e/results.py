@@ -59,7 +59,6 @@ class ScenarioResults:
         stats: By how much each rank's ``pcp_stats`` went up; empty if P = 1.
         collectives: Of each rank, in order; empty if P = 1.
         num_steps: Steps of the engine.
-        seconds: Time that they took.
         num_preemptions: Requests preempted.
         kv_cache_usage: Share of the KV cache in use at the end.
     """
@@ -68,7 +67,6 @@ class ScenarioResults:
     stats: list[dict[str, int]] = field(default_factory=list)
     collectives: list[list[str]] = field(default_factory=list)
     num_steps: int = 0
-    seconds: float = 0.0
     num_preemptions: int = 0
     kv_cache_usage: float = 0.0
 
