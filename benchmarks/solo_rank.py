@@ -77,6 +77,7 @@ class SoloKVGather(KVGather):
         num_elements = group.world_size * max_num_tokens * max_row_bytes // dtype.itemsize
         rows = torch.empty(num_elements, dtype=dtype, device=device).normal_(0, OTHER_RANKS_STD)
         self._all_rows = rows.view(torch.uint8)
+        self.num_buffer_bytes = self._all_rows.numel()
         self._group = group
 
     def _buffer(self) -> torch.Tensor:
@@ -93,13 +94,13 @@ class SoloPCPManager(PCPManager):
         super().__init__(*args)
         self._dtype: torch.dtype = args[0].model_config.dtype
 
-    def init_kv_gather(self, max_row_bytes: int) -> None:
+    def init_kv_gather(self, max_row_bytes: int) -> KVGather:
         """Create the gather, and put it where attention layers look for it."""
         group = get_pcp_group()
         assert isinstance(group, SoloGroup)
-        self.kv_gather = kv_gather._kv_gather = SoloKVGather(
-            group, self.max_local_tokens, max_row_bytes, self._dtype, self.device
-        )
+        gather = SoloKVGather(group, self.max_local_tokens, max_row_bytes, self._dtype, self.device)
+        self.kv_gather = kv_gather._kv_gather = gather
+        return gather
 
 
 class SoloRankWorker(_Worker):

@@ -18,6 +18,7 @@ from vllm.config import (
     ECTransferConfig,
     KVTransferConfig,
     PassConfig,
+    PoolerConfig,
     VllmConfig,
 )
 from vllm.engine.arg_utils import EngineArgs
@@ -267,9 +268,37 @@ CASES = {
             }
         },
     ),
+    "pooling other than normalised embeddings of the last token": Case(
+        "convert_type=classify", args={"runner": "pooling", "convert": "classify"}
+    ),
     "prompt embeddings": Case("enable_prompt_embeds=True", args={"enable_prompt_embeds": True}),
     "sleep mode": Case(
         "enable_sleep_mode=True", change=setting("model_config.enable_sleep_mode", True)
+    ),
+}
+
+# More ways to one refusal.
+POOLING = {
+    "mean": Case(
+        "seq_pooling_type=MEAN",
+        args={
+            "runner": "pooling",
+            "convert": "embed",
+            "pooler_config": PoolerConfig(pooling_type="MEAN"),
+        },
+    ),
+    "raw": Case(
+        "use_activation=False",
+        args={
+            "runner": "pooling",
+            "convert": "embed",
+            "pooler_config": PoolerConfig(use_activation=False),
+        },
+    ),
+    "matryoshka": Case(
+        "is_matryoshka=True",
+        model={"is_matryoshka": True},
+        args={"runner": "pooling", "convert": "embed"},
     ),
 }
 
@@ -299,7 +328,6 @@ SUPPORTED = {
         },
     ),
     "embedding": Case(args={"runner": "pooling", "convert": "embed"}),
-    "classification": Case(args={"runner": "pooling", "convert": "classify"}),
     "text of a multimodal model": Case(
         model=CASES["multimodal inputs"].model,
         args={"language_model_only": True},
@@ -402,6 +430,14 @@ def test_refuses_before_vllm_fills_in_its_defaults(
     with pytest.raises(rule.error) as refusal:
         args.create_engine_config()
     assert str(refusal.value) == sentence(rule, case.got)
+
+
+@pytest.mark.parametrize("case", POOLING.values(), ids=POOLING)
+def test_refuses_what_the_v2_pooler_gets_wrong(
+    case: Case, build: Callable[[Case], VllmConfig]
+) -> None:
+    with pytest.raises(NotImplementedError, match=f"other than normalised.*{case.got}"):
+        validate_config(build(case))
 
 
 @pytest.mark.parametrize("case", SUPPORTED.values(), ids=SUPPORTED)

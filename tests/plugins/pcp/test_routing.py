@@ -4,49 +4,107 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from vllm.plugins.pcp import routing
+from vllm.utils.cpu_resource_utils import LogicalCPUInfo
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing chosen by the user, nothing left by an engine."""
+    monkeypatch.setattr(routing, "_environment", {})
+    monkeypatch.delenv(routing.OMP_BIND_ENV, raising=False)
 
 
 @pytest.fixture
-def cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One NUMA node with six cores, and no binding chosen."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 3, 4, 5, 8, 9})
+def cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One NUMA node, six cores of two threads; the second threads are numbered behind the first."""
+    threads = [
+        LogicalCPUInfo(id=core + 6 * thread, physical_core=core, numa_node=0)
+        for thread in range(2)
+        for core in range(6)
+    ]
+    monkeypatch.setattr("vllm.utils.cpu_resource_utils.get_allowed_cpu_list", lambda: threads)
     monkeypatch.setattr("vllm.utils.cpu_resource_utils.get_visible_memory_node", lambda: [0])
-    monkeypatch.setenv(routing.OMP_BIND_ENV, "auto")
-    monkeypatch.setattr(routing, "_chosen_binding", "auto")
 
 
-@pytest.mark.usefixtures("cores")
-@pytest.mark.parametrize(
-    ("world_size", "binding"),
-    [
-        (2, "2,3,4|5,8,9"),
-        (4, "2|3|4|5"),
-        (6, "2|3|4|5|8|9"),
-        (7, "nobind"),
-        (1, "auto"),
-    ],
-)
-def test_cores_are_shared_out_evenly(world_size: int, binding: str) -> None:
+def cores(binding: str) -> list[list[int]]:
+    """Return the cores of each rank."""
+    return [[int(cpu) % 6 for cpu in rank.split(",")] for rank in binding.split("|")]
+
+
+@pytest.mark.usefixtures("cpus")
+@pytest.mark.parametrize("world_size", [2, 3, 6])
+def test_ranks_share_no_core(world_size: int) -> None:
     routing.bind_cpu_ranks(world_size)
-    assert os.environ[routing.OMP_BIND_ENV] == binding
+    shared_out = cores(os.environ[routing.OMP_BIND_ENV])
+    assert {len(rank) for rank in shared_out} == {6 // world_size}
+    assert sorted(core for rank in shared_out for core in rank) == list(range(6))
 
 
-@pytest.mark.usefixtures("cores")
-def test_a_second_engine_of_a_process_gets_its_own_binding() -> None:
-    routing.bind_cpu_ranks(2)
-    routing.bind_cpu_ranks(3)
-    assert os.environ[routing.OMP_BIND_ENV] == "2,3|4,5|8,9"
+@pytest.mark.usefixtures("cpus")
+def test_more_ranks_than_cores_share_threads_and_more_than_threads_are_not_bound() -> None:
+    routing.bind_cpu_ranks(12)
+    assert sorted(os.environ[routing.OMP_BIND_ENV].split("|"), key=int) == list(map(str, range(12)))
+    routing.undo_environment()
+    routing.bind_cpu_ranks(13)
+    assert os.environ[routing.OMP_BIND_ENV] == "nobind"
 
 
-@pytest.mark.usefixtures("cores")
+@pytest.mark.usefixtures("cpus")
+def test_a_numa_node_for_each_rank_is_left_to_vllm() -> None:
+    routing.bind_cpu_ranks(1)
+    assert routing.OMP_BIND_ENV not in os.environ
+
+
+@pytest.mark.usefixtures("cpus")
 def test_the_users_binding_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(routing.OMP_BIND_ENV, "4|5")
     routing.bind_cpu_ranks(2)
     assert os.environ[routing.OMP_BIND_ENV] == "4|5"
+
+
+def make_config(pcp_world_size: int, backend: str = "mp") -> Any:
+    parallel = SimpleNamespace(
+        prefill_context_parallel_size=pcp_world_size, distributed_executor_backend=backend
+    )
+    return SimpleNamespace(parallel_config=parallel, model_config=object())
+
+
+@pytest.fixture
+def post_init(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The wrapper over nothing, and a route that sets the binding."""
+    monkeypatch.setattr("vllm.plugins.pcp.admission.validate_config", lambda config: None)
+    monkeypatch.setattr(
+        routing, "route", lambda config: routing.set_environment(routing.OMP_BIND_ENV, "0|1")
+    )
+    return routing.wrap_vllm_config_post_init(lambda config: None)
+
+
+def test_what_an_engine_needs_is_gone_for_the_next_one(
+    post_init: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    post_init(make_config(2))
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    post_init(make_config(1, backend=routing.EXECUTOR))
+    assert os.environ[routing.OMP_BIND_ENV] == "0|1", "an engine core lost its environment"
+    post_init(make_config(1))
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in os.environ
+    assert routing.OMP_BIND_ENV not in os.environ
+
+
+def test_what_the_user_sets_in_between_stays(
+    post_init: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    post_init(make_config(2))
+    monkeypatch.setenv(routing.OMP_BIND_ENV, "3")
+    post_init(make_config(1))
+    assert os.environ[routing.OMP_BIND_ENV] == "3"
 
 
 @pytest.mark.parametrize(("stock", "ours"), routing.WORKERS.items())

@@ -12,10 +12,8 @@ all-gather of 16 MiB a rank takes about thirty times as long).
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
-import tempfile
 from abc import ABC, abstractmethod
 
 import torch
@@ -24,16 +22,17 @@ import torch.distributed as dist
 from vllm.distributed.parallel_state import GroupCoordinator, get_pcp_group
 from vllm.distributed.pcp.collectives import pynccl_communicator
 
-SHARED_MEMORY_FOLDER = "/dev/shm"
-
 
 class KVGather(ABC):
     """One buffer for the gathers of all layers, used in stream order.
 
     Attributes:
         identity: ``[max_num_tokens]`` int64, 0, 1, 2, ..., for kernels that want a slot mapping.
+        num_buffer_bytes: Bytes of the buffer.
         num_gathered_bytes: Bytes gathered since start, padding included, over all layers.
     """
+
+    num_buffer_bytes: int
 
     def __init__(self, group: GroupCoordinator, max_num_tokens: int, device: torch.device) -> None:
         self.pcp_world_size = group.world_size
@@ -78,8 +77,8 @@ class DeviceKVGather(KVGather):
         self, group: GroupCoordinator, max_num_tokens: int, max_row_bytes: int, device: torch.device
     ) -> None:
         super().__init__(group, max_num_tokens, device)
-        num_bytes = group.world_size * max_num_tokens * max_row_bytes
-        self._device_buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self.num_buffer_bytes = group.world_size * max_num_tokens * max_row_bytes
+        self._device_buffer = torch.empty(self.num_buffer_bytes, dtype=torch.uint8, device=device)
         self._group = group.device_group
         self._pynccl = pynccl_communicator(group)
 
@@ -103,7 +102,8 @@ class SharedMemoryKVGather(KVGather):
     def __init__(self, group: GroupCoordinator, max_num_tokens: int, max_row_bytes: int) -> None:
         super().__init__(group, max_num_tokens, torch.device("cpu"))
         num_bytes = group.world_size * max_num_tokens * max_row_bytes
-        self._memory = _shared_memory(group, 2 * num_bytes)
+        self.num_buffer_bytes = 2 * num_bytes
+        self._memory = _shared_memory(group, self.num_buffer_bytes)
         both = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._buffers = (both[:num_bytes], both[num_bytes : 2 * num_bytes])
         self._turn = 0
@@ -120,38 +120,20 @@ class SharedMemoryKVGather(KVGather):
 def _shared_memory(group: GroupCoordinator, num_bytes: int) -> mmap.mmap:
     """Map one piece of shared memory into all ranks of a group on one host.
 
-    It has no name any more when this returns, so that it vanishes with the last of the ranks.
-
-    Raises:
-        ValueError: on every rank, if the host has too little shared memory.
+    It never has a name, so that it vanishes with the last rank, however they end.
 
     Collectives: one object broadcast and one barrier on the group.
     """
-    path = problem = None
+    descriptor = -1
     if group.rank_in_group == 0:
-        descriptor, path = tempfile.mkstemp(prefix="vllm_pcp_", dir=SHARED_MEMORY_FOLDER)
-        try:
-            os.posix_fallocate(descriptor, 0, num_bytes)
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            problem = (
-                "Prefill context parallelism on CPU ranks gathers KV through shared memory, and "
-                f"{SHARED_MEMORY_FOLDER} cannot hold the {num_bytes / 2**20:.0f} MiB it needs. "
-                "Give it more room (docker: --shm-size) or lower --max-num-batched-tokens."
-            )
-            os.unlink(path)
-        finally:
-            os.close(descriptor)
-    path, problem = group.broadcast_object((path, problem), src=0)
-    if problem is not None:
-        raise ValueError(problem)
+        descriptor = os.memfd_create("vllm_pcp_kv_gather")
+        os.ftruncate(descriptor, num_bytes)
+    path = group.broadcast_object(f"/proc/{os.getpid()}/fd/{descriptor}", src=0)
     with open(path, "r+b") as file:
         memory = mmap.mmap(file.fileno(), num_bytes)
-    # Past the barrier all ranks have it mapped, and the name is not needed any more.
     dist.barrier(group=group.cpu_group)
     if group.rank_in_group == 0:
-        os.unlink(path)
+        os.close(descriptor)
     return memory
 
 
@@ -165,9 +147,6 @@ def init_kv_gather(max_num_tokens: int, max_row_bytes: int, device: torch.device
         max_num_tokens: Most rows of a rank in a partitioned step.
         max_row_bytes: Most bytes of a token's new KV in a layer.
         device: Where the KV cache lies.
-
-    Raises:
-        ValueError: CPU ranks have too little shared memory.
 
     Collectives: those of ``SharedMemoryKVGather`` on CPU, none on GPU. Every rank must call it.
     """

@@ -210,6 +210,21 @@ def _dense_mla(config: VllmConfig) -> str | None:
     return None if _sparse_mla(config) else _mla(config)
 
 
+def _pooling(config: VllmConfig) -> str | None:
+    """Find pooling other than that of the last token of a causal language model."""
+    model = config.model_config
+    pooler = model.pooler_config
+    if model.runner_type != "pooling" or pooler is None or _is_bidirectional(model):
+        return None
+    if model.convert_type != "embed":
+        return f"convert_type={model.convert_type}"
+    if pooler.seq_pooling_type not in (None, "LAST"):
+        return f"seq_pooling_type={pooler.seq_pooling_type}"
+    if pooler.use_activation is False:
+        return "use_activation=False"
+    return "is_matryoshka=True" if model.is_matryoshka else None
+
+
 def _fused_cache_write(config: VllmConfig) -> str | None:
     model = config.model_config
     if model.architecture in _FUSED_CACHE_WRITE:
@@ -482,6 +497,12 @@ RULES: tuple[Rule, ...] = (
         "Drafting reads hidden states and attention metadata of the whole batch",
         "Drop --speculative-config",
         status="planned",
+    ),
+    Rule(
+        "pooling other than normalised embeddings of the last token",
+        _pooling,
+        "Model runner V2 computes these, whatever a model asks for",
+        "Serve a causal embedding model with LAST pooling",
     ),
     Rule(
         "prompt embeddings",

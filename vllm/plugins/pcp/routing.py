@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 # Worker that the platform chose -> ours over it.
 WORKERS = {
@@ -19,7 +19,8 @@ WORKERS = {
 EXECUTOR = "vllm.v1.executor.pcp.PCPMultiprocExecutor"
 OMP_BIND_ENV = "VLLM_CPU_OMP_THREADS_BIND"
 
-_chosen_binding = "auto"
+# Name -> the value set for the last engine with P > 1, and the one before.
+_environment: dict[str, tuple[str, str | None]] = {}
 
 
 def wrap_vllm_config_post_init(
@@ -35,14 +36,20 @@ def wrap_vllm_config_post_init(
     def __post_init__(self: VllmConfig) -> None:
         pcp_world_size = self.parallel_config.prefill_context_parallel_size
         if pcp_world_size == 1:
+            if _environment and starts_another_engine(self):
+                undo_environment()
             return original(self)
+        from vllm import envs
         from vllm.plugins.pcp.admission import validate_config
 
+        undo_environment()
         # Ahead of vLLM, which would refuse or override some settings for reasons that do not
         # mention P, and behind it, when its defaults are known.
         validate_config(self)
+        # An engine that ran in this process has left vLLM with a copy of the environment.
+        envs.disable_envs_cache()
         # For this process and the ones it starts: the engine core no longer sees P.
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+        set_environment("VLLM_USE_V2_MODEL_RUNNER", "1")
         self.parallel_config.prefill_context_parallel_size = 1
         try:
             original(self)
@@ -92,20 +99,50 @@ def pcp_worker(worker_cls: str) -> str:
 def bind_cpu_ranks(world_size: int) -> None:
     """Give each rank its share of the cores, where the user named none.
 
-    vLLM's automatic binding wants a NUMA node for each rank.
+    vLLM's automatic binding wants a NUMA node for each rank. Like it, use one thread of a core,
+    where there are cores enough.
     """
-    global _chosen_binding
-    # What an earlier engine of this process was given is not the user's word.
-    if os.environ.get(OMP_BIND_ENV, "auto") not in ("auto", _chosen_binding):
+    if os.environ.get(OMP_BIND_ENV, "auto") != "auto":
         return
-    from vllm.utils.cpu_resource_utils import get_visible_memory_node
+    from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_visible_memory_node
 
     if len(get_visible_memory_node()) >= world_size:
-        _chosen_binding = "auto"
-    else:
-        cores = sorted(os.sched_getaffinity(0))
-        share = len(cores) // world_size
-        ranks = (cores[rank * share : (rank + 1) * share] for rank in range(world_size))
-        lists = "|".join(",".join(map(str, rank)) for rank in ranks)
-        _chosen_binding = lists if share else "nobind"
-    os.environ[OMP_BIND_ENV] = _chosen_binding
+        return
+    threads = sorted(get_allowed_cpu_list(), key=lambda cpu: (cpu.numa_node, cpu.physical_core))
+    cores = list({(cpu.numa_node, cpu.physical_core): cpu for cpu in threads}.values())
+    cpus = cores if len(cores) >= world_size else threads
+    share = len(cpus) // world_size
+    ranks = (cpus[rank * share : (rank + 1) * share] for rank in range(world_size))
+    lists = "|".join(",".join(str(cpu.id) for cpu in rank) for rank in ranks)
+    set_environment(OMP_BIND_ENV, lists if share else "nobind")
+
+
+def starts_another_engine(vllm_config: VllmConfig) -> bool:
+    """Tell a new engine with P = 1 from configurations that are made beside one with P > 1.
+
+    Its engine core validates again with the scheduler's view, and vLLM makes some without a model.
+    """
+    if vllm_config.parallel_config.distributed_executor_backend == EXECUTOR:
+        return False
+    # Declared as always there; configurations for parts of vLLM have none.
+    model_config: ModelConfig | None = vllm_config.model_config
+    return model_config is not None
+
+
+def set_environment(name: str, value: str) -> None:
+    """Set a variable for the processes of an engine, to be undone for the next one."""
+    _environment.setdefault(name, (value, os.environ.get(name)))
+    _environment[name] = (value, _environment[name][1])
+    os.environ[name] = value
+
+
+def undo_environment() -> None:
+    """Put back what ``set_environment`` found, unless somebody has set it anew since."""
+    while _environment:
+        name, (value, found) = _environment.popitem()
+        if os.environ.get(name) != value:
+            continue
+        if found is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = found

@@ -135,7 +135,10 @@ def _difference(seam: Seam, original: Callable[..., Any]) -> str | None:
     # inspect.getsource looks through wrappers: a foreign one would have the pinned source.
     if hasattr(original, "__wrapped__"):
         return f"{seam.name}: wrapped by something else already"
-    digest = source_digest(original)
+    try:
+        digest = source_digest(original)
+    except (OSError, TypeError):
+        return f"{seam.name}: has no source"
     if digest != seam.digest:
         return f"{seam.name}: source is {digest}, pinned {seam.digest}"
     return None

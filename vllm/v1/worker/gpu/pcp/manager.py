@@ -109,12 +109,13 @@ class PCPManager:
 
         validate_config(vllm_config)
 
-    def init_kv_gather(self, max_row_bytes: int) -> None:
+    def init_kv_gather(self, max_row_bytes: int) -> KVGather:
         """Create the gather for a model whose widest layer has ``max_row_bytes`` of new KV a token.
 
         Collectives: those of ``vllm.distributed.pcp.kv_gather.init_kv_gather``.
         """
         self.kv_gather = init_kv_gather(self.max_local_tokens, max_row_bytes, self.device)
+        return self.kv_gather
 
     def partition_batch(self, batch: InputBatch) -> PCPStep | None:
         """Partition a batch, or return None if none of its prefills is long enough.
@@ -245,9 +246,19 @@ class PCPManager:
         )
 
     def _copy_to_device(self, *arrays: Int32Array) -> tuple[torch.Tensor, ...]:
-        """Copy int32 arrays in one transfer that the host does not wait for."""
-        together = async_copy_to_gpu(np.concatenate(arrays), device=self.device)
-        return torch.split(together, [array.shape[0] for array in arrays])
+        """Copy int32 arrays in one transfer that the host does not wait for.
+
+        Each starts at a multiple of 16 bytes: kernels are compiled anew for pointers that do not.
+        """
+        starts = np.cumsum([0, *(-(-array.shape[0] // 4) * 4 for array in arrays)]).tolist()
+        together = np.zeros(starts[-1], dtype=np.int32)
+        for start, array in zip(starts, arrays, strict=False):
+            together[start : start + array.shape[0]] = array
+        on_device = async_copy_to_gpu(together, device=self.device)
+        return tuple(
+            on_device[start : start + array.shape[0]]
+            for start, array in zip(starts, arrays, strict=False)
+        )
 
     def _count(self, plan: PartitionPlan) -> None:
         stats = self.stats

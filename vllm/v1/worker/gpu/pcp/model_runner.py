@@ -14,6 +14,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backends.pcp import BACKENDS
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.pcp.manager import PCPManager, PCPStep
+from vllm.v1.worker.gpu.pcp.pooling import EmbeddingRunner
 
 if TYPE_CHECKING:
     from vllm.sequence import IntermediateTensors
@@ -44,7 +45,11 @@ class PCPRunnerMixin(_RunnerBase):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, then size the KV gather by its layers."""
         super().load_model(*args, **kwargs)
-        self.pcp.init_kv_gather(self._max_kv_row_bytes())
+        gather = self.pcp.init_kv_gather(self._max_kv_row_bytes())
+        # Profiling starts after this and counts what the model is said to take.
+        self.model_memory_usage += gather.num_buffer_bytes
+        if self.pooling_runner is not None:
+            self.pooling_runner = EmbeddingRunner(self.model)
 
     def _max_kv_row_bytes(self) -> int:
         """Return the most bytes of new KV that a token has in one layer.
@@ -71,15 +76,26 @@ class PCPRunnerMixin(_RunnerBase):
             for layer in layers.values()
         )
 
+    def _dummy_run(
+        self, num_tokens: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Run no more tokens than one rank gets in any step.
+
+        Profiling, and the warm-ups that follow it, ask for ``max_num_batched_tokens``: what P
+        ranks share must not cost each of them KV capacity.
+        """
+        num_tokens = min(num_tokens, self.pcp.max_local_tokens)
+        hidden_states, sampled = super()._dummy_run(num_tokens, *args, **kwargs)
+        return hidden_states, sampled
+
     @torch.inference_mode()
     def profile_run(self) -> None:
-        """Profile with the most tokens that one rank runs: P ranks must not cost KV capacity."""
-        max_num_tokens = self.max_num_tokens
-        self.max_num_tokens = self.pcp.max_local_tokens
-        try:
-            super().profile_run()
-        finally:
-            self.max_num_tokens = max_num_tokens
+        """Profile memory, the restored hidden states of a whole batch included."""
+        super().profile_run()
+        dtype = self.model_config.dtype
+        assert isinstance(dtype, torch.dtype)
+        shape = (2 * self.max_num_tokens, self.model_config.get_hidden_size())
+        torch.empty(shape, dtype=dtype, device=self.device)
 
     @torch.inference_mode()
     def warm_up_gather(self) -> None:
@@ -91,13 +107,24 @@ class PCPRunnerMixin(_RunnerBase):
         """
         self._is_gather_warm_up = True
         try:
-            hidden_states, _ = self._dummy_run(2)
+            hidden_states, _ = self._dummy_run(min(2, self.max_num_tokens))
         finally:
             self._is_gather_warm_up = False
         assert hidden_states is not None
         gather_rows(hidden_states)
         broadcast_from_first_rank(torch.zeros(1, 1, dtype=torch.int64, device=self.device))
         self.pcp.reset_stats()
+
+    def add_requests(self, scheduler_output: SchedulerOutput) -> None:
+        """Add requests, and note which embeddings are not to be normalised."""
+        super().add_requests(scheduler_output)
+        if isinstance(self.pooling_runner, EmbeddingRunner):
+            self.pooling_runner.add_requests(scheduler_output.scheduled_new_reqs)
+
+    def _remove_request(self, req_id: str) -> bool:
+        if isinstance(self.pooling_runner, EmbeddingRunner):
+            self.pooling_runner.raw_req_ids.discard(req_id)
+        return super()._remove_request(req_id)
 
     def prepare_dummy_attn(
         self, input_batch: InputBatch
