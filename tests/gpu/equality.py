@@ -37,8 +37,6 @@ from harness import write_json
 BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER")
 KV_DTYPES = ("auto", "fp8")
 GRAPH_MODES = ("eager", "NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL")
-# With a quantised cache, the first and last of what users run.
-QUANTISED_GRAPH_MODES = ("eager", "FULL_AND_PIECEWISE")
 TOGETHER = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 100, 257, 300, 511, 1000, 1537, 3000, 5000)
 ALONE = (1, 3, 4, 5, 8, 9, 100, 400, 1000, 5000)
 SHARED_PREFIX = 1500
@@ -334,7 +332,6 @@ def select(args: argparse.Namespace) -> list[Case]:
         for size in sorted({1, *args.sizes})
         for kv_dtype in args.kv_dtypes
         for backend in args.backends
-        if kv_dtype == "auto" or graphs in QUANTISED_GRAPH_MODES
     ]
 
 
