@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Same answers with P > 1 on one GPU: attention backends x KV cache dtypes x CUDA graph modes x P.
 
-    python tests/gpu/equality.py --json benchmarks/results/equality_gpu.json [--jobs 4] [--backends
-    FLASH_ATTN]
+    python tests/gpu/equality.py --json equality.json [--jobs 9] [--backends FLASH_ATTN]
 
 All ranks of an engine share GPU 0 (``OneGpuPCPWorker``): right tokens, no speed. Engines run a
 small GQA checkpoint with proper initialisation on prompts of 1 to 5000 tokens, alone, together, and
 as prefix-cache hits. Ranks sum in another order than one rank does, so that bf16 near-ties may
 flip. Each run is therefore judged against the same model in fp32 (transformers): the error of its
 log-probabilities may be at most twice that of vLLM with P = 1 in the same configuration. A wrong
-row, slot or graph is off by orders of magnitude more.
+row, slot or graph is off by orders of magnitude more. No line of this package may make the host
+wait for the GPU in a step.
 
 Engines are forked from this process, which has imported vLLM but not touched the GPU: that saves
 the imports of each rank. ``--jobs`` of them run at a time.
