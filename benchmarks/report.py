@@ -152,7 +152,7 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], list[str]]], ...
         run one at a time on one GPU, with all of their work and nothing on a link; the slowest
         rank counts. The bar is 95 % of ideal at 32k and 128k: met but for P = 8 at 32k, where a
         rank has 4096 tokens. Some of what is missing is known: every rank writes the KV of all
-        tokens, and the time that the GPU is not busy, 3 to 6 ms a request, does not shrink with P.
+        tokens, and the time that the GPU is not busy, 3 to 6 ms a step, does not shrink with P.
         The rest has not been profiled.
         """,
         critical_path,

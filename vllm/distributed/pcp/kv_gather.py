@@ -6,8 +6,7 @@ back from ``finish``. The rows are bytes: what is in them (keys beside values, q
 the backend's business.
 
 On GPUs the gather is one in-place NCCL all-gather on the current stream. CPU ranks of one host
-write into shared memory and meet at a barrier, so that nothing is copied a second time (a gloo
-all-gather of 16 MiB a rank takes about thirty times as long).
+write into shared memory and meet at a barrier, so that nothing is copied a second time.
 """
 
 from __future__ import annotations

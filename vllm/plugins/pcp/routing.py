@@ -131,8 +131,8 @@ def starts_another_engine(vllm_config: VllmConfig) -> bool:
 
 def set_environment(name: str, value: str) -> None:
     """Set a variable for the processes of an engine, to be undone for the next one."""
-    _environment.setdefault(name, (value, os.environ.get(name)))
-    _environment[name] = (value, _environment[name][1])
+    found = _environment[name][1] if name in _environment else os.environ.get(name)
+    _environment[name] = (value, found)
     os.environ[name] = value
 
 

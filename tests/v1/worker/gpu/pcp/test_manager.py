@@ -214,3 +214,19 @@ def test_dummy_slots_gather_and_write_nothing(ranks: Callable[[int], list[PCPMan
     mapping = ranks(3)[1].get_dummy_slot_mappings(2, 5)
     assert mapping.shape == (2, 15)
     assert mapping.unique().tolist() == [-1]
+
+
+def test_index_arrays_start_aligned(ranks: Callable[[int], list[PCPManager]]) -> None:
+    arrays = [np.arange(n, dtype=np.int32) for n in (5, 1, 8, 3)]
+    copies = ranks(2)[0]._copy_to_device(*arrays)
+    first = copies[0].data_ptr()
+    assert [(copy.data_ptr() - first) % 16 for copy in copies] == [0, 0, 0, 0]
+    assert all(copy.tolist() == array.tolist() for copy, array in zip(copies, arrays, strict=True))
+
+
+def test_the_manager_refuses_what_admission_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("vllm.plugins.pcp.admission.validate_config", seen.append)
+    config: Any = object()
+    PCPManager.validate_config(config)
+    assert seen == [config]

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the mixin asks of the stock runner below it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vllm.v1.worker.gpu.pcp.model_runner import PCPRunnerMixin
+
+P = 2
+MAX_LOCAL_TOKENS = 10
+
+
+class Stock:
+    """Remembers what it was asked."""
+
+    pooling_runner = None
+
+    def __init__(self) -> None:
+        self.eager: list[bool] = []
+        self.dummy_tokens: list[int] = []
+        self.model_memory_usage = 0
+        prefill_len = SimpleNamespace(np=np.array([50, 60]))
+        self.req_states = SimpleNamespace(prefill_len=prefill_len, req_id_to_index={"a": 1, "b": 0})
+
+    def load_model(self) -> None:
+        self.model_memory_usage = 100
+
+    def _dummy_run(self, num_tokens: int) -> tuple[None, None]:
+        self.dummy_tokens.append(num_tokens)
+        return None, None
+
+    def execute_model(self, *args: Any, is_profile: bool) -> None:
+        self.eager.append(is_profile)
+
+
+class Runner(PCPRunnerMixin, Stock):  # type: ignore[misc]  # over a stand-in for the stock runner
+    def _max_kv_row_bytes(self) -> int:
+        return 16
+
+
+@pytest.fixture
+def runner() -> Any:
+    kind: Any = Runner
+    runner = kind()
+    runner.pcp = SimpleNamespace(
+        pcp_world_size=P,
+        max_local_tokens=MAX_LOCAL_TOKENS,
+        init_kv_gather=lambda row_bytes: SimpleNamespace(num_buffer_bytes=7 * row_bytes),
+    )
+    return runner
+
+
+def step(scheduled: dict[str, int], computed: dict[str, int]) -> Any:
+    """Return what the scheduler sends; requests without computed tokens are new."""
+    return SimpleNamespace(
+        num_scheduled_tokens=scheduled,
+        scheduled_new_reqs=[SimpleNamespace(req_id=r) for r in scheduled if r not in computed],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=list(computed), num_computed_tokens=list(computed.values())
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("scheduled", "computed", "is_partitioned"),
+    [
+        ({"a": 2 * P}, {}, True),
+        ({"a": 2 * P - 1}, {}, False),
+        ({"a": 1, "b": 1}, {"a": 70, "b": 70}, False),
+        # Request a has a prompt of 60 tokens, request b one of 50.
+        ({"a": 2 * P, "b": 1}, {"a": 55, "b": 70}, True),
+        ({"a": 2 * P, "b": 1}, {"a": 60, "b": 70}, False),
+    ],
+)
+def test_a_partitioned_step_gets_no_cuda_graph_and_any_other_its_own(
+    runner: Any, scheduled: dict[str, int], computed: dict[str, int], is_partitioned: bool
+) -> None:
+    """A graph picked by the number of scheduled tokens would replay another step's shapes."""
+    runner.execute_model(step(scheduled, computed))
+    assert runner.eager == [is_partitioned]
+
+
+def test_dummy_runs_are_of_one_ranks_share(runner: Any) -> None:
+    runner._dummy_run(8192)
+    runner._dummy_run(3)
+    assert runner.dummy_tokens == [MAX_LOCAL_TOKENS, 3]
+
+
+def test_the_gather_buffer_is_counted_before_the_kv_cache_is_sized(runner: Any) -> None:
+    runner.load_model()
+    assert runner.model_memory_usage == 100 + 7 * 16
