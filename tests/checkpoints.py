@@ -14,14 +14,26 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 EOS_TOKEN = "<eos>"
@@ -40,6 +52,18 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": 256,
     "bos_token_id": None,
     "pad_token_id": None,
+}
+# Divide by 2, 3, 4 and 6: ranks share the experts, or the width of each.
+_NUM_EXPERTS = 12
+_EXPERT_WIDTH = 384
+_EXPERT_SIZES: dict[str, Any] = {"moe_intermediate_size": _EXPERT_WIDTH, "num_experts_per_tok": 2}
+# vLLM's MLA kernels know latents of 256 + 64 and of 512 + 64 only.
+_LATENT_SIZES: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 256,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
 }
 
 
@@ -65,10 +89,102 @@ def _gemma3() -> PreTrainedModel:
     return Gemma3ForCausalLM(config)
 
 
+def _deepseek_v2() -> PreTrainedModel:
+    config = DeepseekV2Config(
+        num_hidden_layers=3,
+        first_k_dense_replace=1,
+        q_lora_rank=None,
+        n_routed_experts=_NUM_EXPERTS,
+        n_shared_experts=2,
+        topk_method="group_limited_greedy",
+        n_group=3,
+        topk_group=2,
+        routed_scaling_factor=1.5,
+        **{**_SIZES, **_LATENT_SIZES, **_EXPERT_SIZES},
+    )
+    return DeepseekV2ForCausalLM(config)
+
+
+def _deepseek_v3() -> PreTrainedModel:
+    choice = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # transformers knows no other
+    config = DeepseekV3Config(
+        num_hidden_layers=3,
+        first_k_dense_replace=1,
+        q_lora_rank=96,
+        n_routed_experts=_NUM_EXPERTS,
+        n_shared_experts=1,
+        n_group=3,
+        topk_group=2,
+        num_mtp_layers=0,
+        **{**_SIZES, **_LATENT_SIZES, **_EXPERT_SIZES, **choice},
+    )
+    return _with_random_biases(DeepseekV3ForCausalLM(config))
+
+
+def _qwen3_moe() -> PreTrainedModel:
+    config = Qwen3MoeConfig(
+        num_hidden_layers=3,
+        num_experts=_NUM_EXPERTS,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+        **{**_SIZES, **_EXPERT_SIZES},
+    )
+    return Qwen3MoeForCausalLM(config)
+
+
+def _mixtral() -> PreTrainedModel:
+    sizes = {**_SIZES, "intermediate_size": _EXPERT_WIDTH}
+    config = MixtralConfig(num_hidden_layers=2, num_local_experts=_NUM_EXPERTS, **sizes)
+    return MixtralForCausalLM(config)
+
+
+def _glm4_moe() -> PreTrainedModel:
+    config = Glm4MoeConfig(
+        num_hidden_layers=3,
+        first_k_dense_replace=1,
+        n_routed_experts=_NUM_EXPERTS,
+        use_qk_norm=True,
+        num_mtp_layers=0,
+        **{**_SIZES, **_EXPERT_SIZES},
+    )
+    return _with_random_biases(Glm4MoeForCausalLM(config))
+
+
+def _gpt_oss() -> PreTrainedModel:
+    config = GptOssConfig(
+        num_hidden_layers=2,
+        num_local_experts=_NUM_EXPERTS,
+        num_experts_per_tok=2,
+        sliding_window=SLIDING_WINDOW,
+        **{**_SIZES, "intermediate_size": _EXPERT_WIDTH},
+    )
+    model = _with_random_biases(GptOssForCausalLM(config))
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            # As released ones are; the CPU build of vLLM has a kernel for no other.
+            parameter.data = parameter.data.bfloat16().float()
+    return model
+
+
+def _with_random_biases(model: PreTrainedModel) -> PreTrainedModel:
+    """Let biases matter, those that choose among experts too: transformers leaves them at zero."""
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if name.endswith("bias"):
+                tensor.normal_(std=0.1)
+    return model
+
+
 RANDOM_CHECKPOINTS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3": _qwen3,  # full attention
     "mistral": _mistral,  # a sliding window in every layer
     "gemma3": _gemma3,  # a sliding window in some layers: two groups of KV cache
+    "deepseek_v2": _deepseek_v2,  # MLA; experts chosen in groups, by softmax; shared experts
+    "deepseek_v3": _deepseek_v3,  # MLA, queries compressed too; by sigmoid, with a bias
+    "qwen3_moe": _qwen3_moe,  # experts in every layer
+    "mixtral": _mixtral,
+    "glm4_moe": _glm4_moe,  # shared experts, by sigmoid, with a bias; rotates half of a head
+    "gpt_oss": _gpt_oss,  # attention sinks, windows in some layers, biases everywhere
 }
 
 

@@ -1,7 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-import multiprocessing
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,19 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.packaging.conftest import Interpreter
+
 vllm_cpu_trial = pytest.importorskip("vllm_cpu_trial", reason="the CPU trial is not installed")
-
-Check = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[Check]:
-    """Call functions in a process that interprets Triton kernels: Triton decides it on import."""
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("TRITON_INTERPRET", "1")
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(1, context, initializer=vllm_cpu_trial.register) as pool:
-            yield lambda check, *args, **kwargs: pool.submit(check, *args, **kwargs).result()
 
 
 def sample(vocab_size: int, *, with_narrow_blocks: bool) -> list[int]:
@@ -78,13 +65,15 @@ def allowed_by_grammar(rows: list[list[bool]]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("vocab_size", [100, 1024, 3000])
-def test_whole_rows_give_the_samples_of_narrow_blocks(vocab_size: int, interpreter: Check) -> None:
+def test_whole_rows_give_the_samples_of_narrow_blocks(
+    vocab_size: int, interpreter: Interpreter
+) -> None:
     narrow, whole = (interpreter(sample, vocab_size, with_narrow_blocks=n) for n in (True, False))
     assert whole == narrow
     assert len(set(whole)) > 1
 
 
-def test_logprobs_and_ranks_are_those_of_torch(interpreter: Check) -> None:
+def test_logprobs_and_ranks_are_those_of_torch(interpreter: Interpreter) -> None:
     logits, tokens, logprobs, ranks = interpreter(logprobs_and_ranks)
     expected = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
     torch.testing.assert_close(logprobs[:, 0], expected, atol=1e-5, rtol=0)
@@ -93,14 +82,14 @@ def test_logprobs_and_ranks_are_those_of_torch(interpreter: Check) -> None:
     ]
 
 
-def test_top_k_and_top_p_keep_the_most_likely(interpreter: Check) -> None:
+def test_top_k_and_top_p_keep_the_most_likely(interpreter: Interpreter) -> None:
     kept = interpreter(most_likely_tokens, 3)
     assert kept[0].nonzero().flatten().tolist() == [997, 998, 999]
     # The likeliest of exponentially falling tokens holds 1 - 1/e of the mass.
     assert kept[1].nonzero().flatten().tolist() == [999]
 
 
-def test_grammar_bitmask_leaves_what_it_allows(interpreter: Check) -> None:
+def test_grammar_bitmask_leaves_what_it_allows(interpreter: Interpreter) -> None:
     generator = np.random.default_rng(0)
     rows = (generator.random((2, 96)) < 0.5).tolist()
     everything = [True] * 96

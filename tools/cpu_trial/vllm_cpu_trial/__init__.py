@@ -7,10 +7,19 @@ distribution; it holds no module of that name. Beside the name it carries
 * ``compiler`` and ``driver``: a Triton backend that is active under ``TRITON_INTERPRET=1`` only,
 * ``libdevice``: a device function that the interpreter leaves undefined,
 * ``sampling``: top-k, top-p and Gumbel sampling that the interpreter runs, and runs fast,
-* ``structured_outputs``: grammar bitmasks without pinned memory.
+* ``structured_outputs``: grammar bitmasks without pinned memory,
+* ``platform``: a platform that lets dense MLA in, active under the interpreter only,
+* ``mla``, ``mla_cache`` and ``mla_prefill``: dense MLA in torch, where vLLM has kernels for GPUs,
+* ``sinks``: attention sinks in other dtypes than bfloat16,
+* ``experts``: expert parallelism.
 """
 
 import os
+
+
+def platform_class() -> str | None:
+    """Return the path of the trial's platform; without the interpreter, None."""
+    return "vllm_cpu_trial.platform.TrialPlatform" if _is_interpreted() else None
 
 
 def register() -> None:
@@ -21,11 +30,33 @@ def register() -> None:
     Raises:
         AttributeError: The installed vLLM or Triton lacks a name that is to be replaced.
     """
-    if os.environ.get("TRITON_INTERPRET") != "1":
+    if not _is_interpreted():
         return
-    from vllm_cpu_trial import libdevice, sampling, structured_outputs
+    # Has to come before the modules of the runner: they copy bindings that it replaces.
+    import vllm.v1.worker.cpu.shm  # noqa: F401
+    from vllm.v1.attention.backends.mla.prefill.registry import (
+        MLAPrefillBackendEnum,
+        register_mla_prefill_backend,
+    )
+    from vllm_cpu_trial import (
+        experts,
+        libdevice,
+        mla,
+        mla_cache,
+        sampling,
+        sinks,
+        structured_outputs,
+    )
 
-    for module in (libdevice, sampling, structured_outputs):
+    for module in (experts, libdevice, mla, sampling, sinks, structured_outputs):
         for owner, name, replacement in module.REPLACEMENTS:
             getattr(owner, name)
             setattr(owner, name, replacement)
+    mla_cache.define()
+    register_mla_prefill_backend(
+        MLAPrefillBackendEnum.FLASH_ATTN, "vllm_cpu_trial.mla_prefill.TorchPrefillBackend"
+    )
+
+
+def _is_interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
