@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.model_executor.layers.pcp import register_layers
 from vllm.v1.attention.backends.pcp import register_backends
 from vllm.v1.worker.gpu.pcp.model_runner import make_pcp_runner
 
@@ -18,11 +19,12 @@ else:
 
 
 class PCPWorkerMixin(_WorkerBase):
-    """Over a stock worker: our backends in the registry, our runner in place of the stock one."""
+    """Over a stock worker: our backends and layers in the registries, our runner in place."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Backends are looked up, and the answer cached, when the model is built.
         register_backends()
+        register_layers()
         super().__init__(*args, **kwargs)
 
     def init_device(self) -> None:

@@ -18,7 +18,9 @@ import pytest
 import torch
 
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
+from vllm.v1.worker.gpu.pcp import copies
 from vllm.v1.worker.gpu.pcp import manager as manager_module
+from vllm.v1.worker.gpu.pcp.copies import copy_to_device
 from vllm.v1.worker.gpu.pcp.manager import PCPManager, PCPStep, logits_tokens
 
 BLOCK_SIZE = 4
@@ -69,9 +71,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[PCPManager]]:
     """Return managers of all ranks of a group that is not there."""
 
     # No pinned memory without a GPU.
-    monkeypatch.setattr(
-        manager_module, "async_copy_to_gpu", lambda array, device: torch.from_numpy(array)
-    )
+    monkeypatch.setattr(copies, "async_copy_to_gpu", lambda array, device: torch.from_numpy(array))
 
     def make(size: int) -> list[PCPManager]:
         config: Any = types.SimpleNamespace(
@@ -216,9 +216,10 @@ def test_dummy_slots_gather_and_write_nothing(ranks: Callable[[int], list[PCPMan
     assert mapping.unique().tolist() == [-1]
 
 
-def test_index_arrays_start_aligned(ranks: Callable[[int], list[PCPManager]]) -> None:
+@pytest.mark.usefixtures("ranks")
+def test_index_arrays_start_aligned() -> None:
     arrays = [np.arange(n, dtype=np.int32) for n in (5, 1, 8, 3)]
-    copies = ranks(2)[0]._copy_to_device(*arrays)
+    copies = copy_to_device(*arrays, device=torch.device("cpu"))
     first = copies[0].data_ptr()
     assert [(copy.data_ptr() - first) % 16 for copy in copies] == [0, 0, 0, 0]
     assert all(copy.tolist() == array.tolist() for copy, array in zip(copies, arrays, strict=True))

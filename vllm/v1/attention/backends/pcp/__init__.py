@@ -3,6 +3,7 @@
 
 kv_gather  what they share: the mixins over a stock implementation and metadata builder
 flash_attn, flash_attn_diffkv, flashinfer, triton_attn, cpu_attn  one stock backend each
+mla        the same for backends that cache latents
 """
 
 from __future__ import annotations
@@ -15,12 +16,19 @@ BACKENDS = {
     "FLASHINFER": f"{__name__}.flashinfer.PCPFlashInferBackend",
     "TRITON_ATTN": f"{__name__}.triton_attn.PCPTritonAttentionBackend",
     "CPU_ATTN": f"{__name__}.cpu_attn.PCPCPUAttentionBackend",
+    "FLASH_ATTN_MLA": f"{__name__}.mla.flashattn_mla.PCPFlashAttnMLABackend",
+    "FLASHMLA": f"{__name__}.mla.flashmla.PCPFlashMLABackend",
+    "CUTLASS_MLA": f"{__name__}.mla.cutlass_mla.PCPCutlassMLABackend",
+    "FLASHINFER_MLA": f"{__name__}.mla.flashinfer_mla.PCPFlashInferMLABackend",
+    "TRITON_MLA": f"{__name__}.mla.triton_mla.PCPTritonMLABackend",
 }
 
 
 def register_backends() -> None:
     """Put our classes into vLLM's registry, in a worker process and before it loads a model."""
+    from vllm.v1.attention.backends.pcp.mla.prefill_backend import register_prefill_backend
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     for name, class_path in BACKENDS.items():
         register_backend(AttentionBackendEnum[name], class_path)
+    register_prefill_backend()

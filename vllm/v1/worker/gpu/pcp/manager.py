@@ -16,8 +16,8 @@ from vllm.distributed.pcp.collectives import gather_rows
 from vllm.distributed.pcp.kv_gather import KVGather, init_kv_gather
 from vllm.logger import init_logger
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
-from vllm.v1.worker.gpu.buffer_utils import async_copy_to_gpu
 from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.pcp.copies import copy_to_device
 from vllm.v1.worker.gpu.pcp.layout import (
     Int32Array,
     PartitionPlan,
@@ -138,8 +138,8 @@ class PCPManager:
         num_rows = row_req.shape[0]
         num_tokens = int(plan.num_local_tokens[rank])
         query_start_loc_np = plan.query_start_loc(rank)
-        gather_idx, slot_idx, query_start_loc, row_req_device = self._copy_to_device(
-            plan.gather_idx(rank), plan.slot_idx, query_start_loc_np, row_req
+        gather_idx, slot_idx, query_start_loc, row_req_device = copy_to_device(
+            plan.gather_idx(rank), plan.slot_idx, query_start_loc_np, row_req, device=self.device
         )
         positions = batch.positions.index_select(0, gather_idx)
         # Lengths come from the positions on the device, which the host's count may run ahead of.
@@ -214,7 +214,7 @@ class PCPManager:
 
         Collectives: one all_gather on the PCP group.
         """
-        (restore_idx,) = self._copy_to_device(step.plan.restore_idx())
+        (restore_idx,) = copy_to_device(step.plan.restore_idx(), device=self.device)
         return gather_rows(hidden_states).index_select(0, restore_idx)
 
     def restore_for_sampling(
@@ -233,7 +233,9 @@ class PCPManager:
         Collectives: one all_gather on the PCP group.
         """
         plan = step.plan.plan_restore(logits_tokens(step.global_batch))
-        send_idx, recv_idx = self._copy_to_device(plan.send_idx[self.pcp_rank], plan.recv_idx)
+        send_idx, recv_idx = copy_to_device(
+            plan.send_idx[self.pcp_rank], plan.recv_idx, device=self.device
+        )
         rows = gather_rows(hidden_states.index_select(0, send_idx)).index_select(0, recv_idx)
         # Everything that is read at ``logits_indices`` shrinks to those rows: the sampler seeds its
         # noise with the position, and looks up the token.
@@ -243,21 +245,6 @@ class PCPManager:
             input_ids=batch.input_ids.index_select(0, batch.logits_indices),
             positions=batch.positions.index_select(0, batch.logits_indices),
             logits_indices=torch.arange(recv_idx.shape[0], device=self.device),
-        )
-
-    def _copy_to_device(self, *arrays: Int32Array) -> tuple[torch.Tensor, ...]:
-        """Copy int32 arrays in one transfer that the host does not wait for.
-
-        Each starts at a multiple of 16 bytes: kernels are compiled anew for pointers that do not.
-        """
-        starts = np.cumsum([0, *(-(-array.shape[0] // 4) * 4 for array in arrays)]).tolist()
-        together = np.zeros(starts[-1], dtype=np.int32)
-        for start, array in zip(starts, arrays, strict=False):
-            together[start : start + array.shape[0]] = array
-        on_device = async_copy_to_gpu(together, device=self.device)
-        return tuple(
-            on_device[start : start + array.shape[0]]
-            for start, array in zip(starts, arrays, strict=False)
         )
 
     def _count(self, plan: PartitionPlan) -> None:

@@ -10,7 +10,8 @@ import torch
 
 from vllm.config import get_layers_from_vllm_config
 from vllm.distributed.pcp.collectives import broadcast_from_first_rank, gather_rows
-from vllm.model_executor.layers.attention import Attention
+from vllm.distributed.pcp.step import REPLICATED, StepState, set_step_state
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.v1.attention.backends.pcp import BACKENDS
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.pcp.manager import PCPManager, PCPStep
@@ -59,9 +60,10 @@ class PCPRunnerMixin(_RunnerBase):
                 was configured.
         """
         layers = get_layers_from_vllm_config(self.vllm_config, Attention)
+        mla_layers = get_layers_from_vllm_config(self.vllm_config, MLAAttention)
         unsupported = {
             type(layer.impl).__name__: name
-            for name, layer in layers.items()
+            for name, layer in (layers | mla_layers).items()
             if not layer.impl.supports_pcp
         }
         if unsupported:
@@ -71,10 +73,13 @@ class PCPRunnerMixin(_RunnerBase):
                 f"{', '.join(BACKENDS)} with --attention-backend, or set "
                 "--prefill-context-parallel-size 1."
             )
-        return max(
-            layer.num_kv_heads * (layer.head_size + layer.head_size_v) * layer.dtype.itemsize
-            for layer in layers.values()
-        )
+        dtype = self.model_config.dtype
+        assert isinstance(dtype, torch.dtype)
+        row_elements = [
+            layer.num_kv_heads * (layer.head_size + layer.head_size_v) for layer in layers.values()
+        ]
+        row_elements += [layer.head_size for layer in mla_layers.values()]
+        return max(row_elements) * dtype.itemsize
 
     def _dummy_run(
         self, num_tokens: int, *args: Any, **kwargs: Any
@@ -90,8 +95,15 @@ class PCPRunnerMixin(_RunnerBase):
 
     @torch.inference_mode()
     def profile_run(self) -> None:
-        """Profile memory, the restored hidden states of a whole batch included."""
+        """Profile memory, the restored hidden states of a whole batch included.
+
+        Layers of experts run as in a partitioned step: on the rows of all ranks.
+
+        Collectives: those of the layers of experts.
+        """
+        set_step_state(StepState(is_partitioned=True))
         super().profile_run()
+        set_step_state(REPLICATED)
         dtype = self.model_config.dtype
         assert isinstance(dtype, torch.dtype)
         shape = (2 * self.max_num_tokens, self.model_config.get_hidden_size())
@@ -106,10 +118,12 @@ class PCPRunnerMixin(_RunnerBase):
         Collectives: those of a partitioned step, of two tokens a rank.
         """
         self._is_gather_warm_up = True
+        set_step_state(StepState(is_partitioned=True))
         try:
             hidden_states, _ = self._dummy_run(min(2, self.max_num_tokens))
         finally:
             self._is_gather_warm_up = False
+            set_step_state(REPLICATED)
         assert hidden_states is not None
         gather_rows(hidden_states)
         broadcast_from_first_rank(torch.zeros(1, 1, dtype=torch.int64, device=self.device))
@@ -148,7 +162,8 @@ class PCPRunnerMixin(_RunnerBase):
     ) -> ModelRunnerOutput | IntermediateTensors | None:
         """Run a step; leave the global batch and its hidden states for sampling.
 
-        Collectives: in a partitioned step one gather a layer, and one all_gather of hidden rows.
+        Collectives: in a partitioned step one gather a layer, and one all_gather of hidden rows; in
+        every step those of the layers of experts.
         """
         self._partitions_step = not dummy_run and self._has_partitioned_prefill(scheduler_output)
         output = super().execute_model(
@@ -161,6 +176,7 @@ class PCPRunnerMixin(_RunnerBase):
         )
         step, self._pcp_step = self._pcp_step, None
         if step is not None:
+            set_step_state(REPLICATED)
             self._restore(step)
         return output
 
@@ -201,6 +217,7 @@ class PCPRunnerMixin(_RunnerBase):
         step = self._pcp_step
         if step is None:
             return super().prepare_attn(input_batch)
+        set_step_state(StepState(True, step.plan.row_req[self.pcp.pcp_rank]))
         block_tables, slot_mappings = super().prepare_attn(step.global_batch)
         return self.pcp.prepare_attn(step, block_tables, slot_mappings)
 

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Latents in the cache, and attention by plan, on tensors.
+
+On a GPU the kernels are those of vLLM; on CPUs those of the CPU trial, in a process of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.packaging.conftest import Interpreter, interpreter  # noqa: F401
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
+PCP_WORLD_SIZE, NUM_TOKENS = 3, 37
+LATENT, ROPE, NOPE, V_DIM, NUM_HEADS = 512, 64, 128, 128, 4
+BLOCK_SIZE, NUM_BLOCKS = 16, 64
+SCALE = (NOPE + ROPE) ** -0.5
+
+pytestmark: list[pytest.MarkDecorator] = [pytest.mark.gpu] if HAS_GPU else []
+
+
+@pytest.fixture
+def call(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Return what calls a function where the kernels are."""
+    if HAS_GPU:
+        return lambda function, *args: function(*args)
+    run: Interpreter = request.getfixturevalue("interpreter")
+    return run
+
+
+def random(*shape: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(DTYPE).to(DEVICE)
+
+
+def make_impl() -> Any:
+    """Return an implementation without its engine: what it was given stands in attributes."""
+    from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl
+    from vllm.v1.attention.backends.pcp.mla.latent import GatherLatentMixin
+
+    class Impl(GatherLatentMixin, MLACommonImpl[Any]):
+        def __init__(self) -> None:
+            self.pcp_world_size = PCP_WORLD_SIZE
+            self.head_size, self.kv_lora_rank = LATENT + ROPE, LATENT
+            self.num_heads, self.qk_nope_head_dim, self.v_head_dim = NUM_HEADS, NOPE, V_DIM
+            self.kv_cache_dtype = "auto"
+            self._use_flashinfer_concat_mla_k = False
+
+        def forward_mqa(self, *args: Any, **kwargs: Any) -> Any:
+            raise NotImplementedError
+
+    return Impl()
+
+
+def cache_of_ranks_and_of_stock(kv_dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bytes that a step of all ranks, and stock vLLM, leave in the cache."""
+    from tests.v1.attention.backends.pcp.test_kv_gather import RecordedGather
+    from vllm.distributed.pcp import kv_gather
+    from vllm.v1.attention.backend import MLAAttentionImpl
+
+    impl = make_impl()
+    total = PCP_WORLD_SIZE * NUM_TOKENS
+    # As models hand them over: parts of one projection, strided.
+    wide = random(total, LATENT + ROPE + 8, seed=0)
+    kv_c, k_pe = wide[:, :LATENT], wide[:, None, LATENT : LATENT + ROPE]
+    slots = torch.randperm(NUM_BLOCKS * BLOCK_SIZE, generator=torch.Generator().manual_seed(1))
+    slots = slots[:total].to(DEVICE)
+    slots[[3, NUM_TOKENS, total - 1]] = -1
+    scale = torch.tensor(0.5, device=DEVICE)
+    cache_dtype = torch.uint8 if kv_dtype == "fp8" else DTYPE
+    shape = (NUM_BLOCKS, BLOCK_SIZE, LATENT + ROPE)
+    ours, stock = (torch.zeros(shape, dtype=cache_dtype, device=DEVICE) for _ in range(2))
+    MLAAttentionImpl.do_kv_cache_update(impl, kv_c, k_pe, stock, slots, kv_dtype, scale)
+    gather = RecordedGather(DEVICE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kv_gather, "_kv_gather", gather)
+        for rank in range(PCP_WORLD_SIZE):
+            rows = slice(rank * NUM_TOKENS, (rank + 1) * NUM_TOKENS)
+            gather.pcp_rank = rank
+            ours.zero_()
+            impl.do_kv_cache_update(kv_c[rows], k_pe[rows], ours, slots, kv_dtype, scale)
+    assert gather.gathers == PCP_WORLD_SIZE
+    return ours.view(torch.uint8).cpu(), stock.view(torch.uint8).cpu()
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_cache_equals_the_stock_write_of_all_ranks_tokens(
+    call: Callable[..., Any], kv_dtype: str
+) -> None:
+    ours, stock = call(cache_of_ranks_and_of_stock, kv_dtype)
+    assert stock.any()
+    assert torch.equal(ours, stock)
+
+
+# Of each row: request, first token, tokens.
+STEPS = {
+    "one row": [(0, 0, 9)],
+    "head and tail, nothing cached": [(0, 30, 10), (0, 0, 10)],
+    "head and tail that touch, on a cached prefix": [(0, 21, 7), (0, 28, 7)],
+    "rows without context first": [(0, 0, 3), (1, 40, 5), (2, 0, 8), (3, 17, 6)],
+    "several requests": [
+        (0, 12, 4),
+        (1, 40, 10),
+        (2, 0, 7),
+        (0, 16, 4),
+        (1, 70, 11),
+        (2, 21, 8),
+        (3, 0, 1),
+    ],
+}
+
+
+def planned_and_expected(
+    rows: list[tuple[int, int, int]], max_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """Return the output by plan, by a loop over queries in fp64, and whether ours was merged."""
+    from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
+    from vllm.v1.attention.backends.pcp.mla import latent
+    from vllm.v1.attention.backends.pcp.mla.prefill_backend import register_prefill_backend
+    from vllm.v1.attention.backends.pcp.mla.prefill_plan import plan_prefill
+    from vllm.v1.worker.gpu.pcp import copies
+
+    register_prefill_backend()
+    backend: Any = MLAPrefillBackendEnum.FLASH_ATTN.get_class()
+    config: Any = SimpleNamespace(model_config=SimpleNamespace(dtype=DTYPE))
+    prefill_backend = backend(NUM_HEADS, SCALE, LATENT, NOPE, ROPE, V_DIM, config)
+    weight = random(NUM_HEADS * (NOPE + V_DIM), LATENT, seed=2) * 0.05
+    impl = make_impl()
+    impl.kv_b_proj = lambda x: (x @ weight.T, None)
+
+    req, start, length = (np.array(column, dtype=np.int32) for column in zip(*rows, strict=True))
+    num_tokens = int(max(start + length))
+    latents = random(int(req.max()) + 1, num_tokens, LATENT + ROPE, seed=3)
+    blocks_each = -(-num_tokens // BLOCK_SIZE)
+    cache = torch.full((NUM_BLOCKS, BLOCK_SIZE, LATENT + ROPE), 1e4, dtype=DTYPE, device=DEVICE)
+    order = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    tables = order[: len(latents) * blocks_each].view(len(latents), blocks_each).int()
+    for index, table in enumerate(tables):
+        for token in range(num_tokens):
+            cache[table[token // BLOCK_SIZE], token % BLOCK_SIZE] = latents[index, token]
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not HAS_GPU:
+            patch.setattr(copies, "async_copy_to_gpu", lambda x, device: torch.from_numpy(x))
+        plan = plan_prefill(start, length, req, page_size=BLOCK_SIZE, max_tokens=max_tokens)
+        metadata = latent.PCPPrefillMetadata(
+            block_table=tables[torch.from_numpy(req).to(DEVICE).long()],
+            query_start_loc=torch.empty(0),
+            max_query_len=0,
+            prefill_backend=prefill_backend,
+            batches=latent._to_device(plan, tables[torch.from_numpy(req).to(DEVICE).long()]),
+            workspace=torch.empty(max_tokens, LATENT + ROPE, dtype=DTYPE, device=DEVICE),
+            has_partial_results=plan.has_partial_results,
+        )
+    q = random(int(length.sum()), NUM_HEADS, NOPE + ROPE, seed=5)
+    # Whatever is in the output at first.
+    out = torch.full((len(q), NUM_HEADS * V_DIM), float("nan"), dtype=DTYPE, device=DEVICE)
+    nothing = torch.empty(0)
+    impl.forward_mha(
+        q,
+        nothing,
+        nothing,
+        cache,
+        SimpleNamespace(prefill=metadata),
+        torch.ones(1, device=DEVICE),
+        out,
+    )
+
+    expected = torch.zeros(len(q), NUM_HEADS, V_DIM, dtype=torch.float64)
+    query = 0
+    for index, first, count in rows:
+        context = latents[index].double().cpu()
+        kv = (context[:, :LATENT] @ weight.double().cpu().T).view(-1, NUM_HEADS, NOPE + V_DIM)
+        rope = context[:, None, LATENT:].expand(-1, NUM_HEADS, -1)
+        k, v = torch.cat([kv[..., :NOPE], rope], dim=-1), kv[..., NOPE:]
+        for position in range(first, first + count):
+            scores = torch.einsum("hd,nhd->hn", q[query].double().cpu(), k[: position + 1]) * SCALE
+            expected[query] = torch.einsum("hn,nhd->hd", scores.softmax(-1), v[: position + 1])
+            query += 1
+    return out.view(expected.shape).double().cpu(), expected, plan.has_partial_results
+
+
+@pytest.mark.parametrize("max_tokens", [64, 10_000], ids=["pieces", "whole"])
+@pytest.mark.parametrize("name", STEPS)
+def test_attention_by_plan(call: Callable[..., Any], name: str, max_tokens: int) -> None:
+    ours, expected, is_merged = call(planned_and_expected, STEPS[name], max_tokens)
+    assert is_merged == (max_tokens == 64 and name == "several requests")
+    assert torch.isfinite(ours).all()
+    tolerance = 2e-2 if HAS_GPU else 1e-5
+    assert (ours - expected).abs().max() < tolerance * expected.abs().max()
+
+
+def context_of_rows_out_of_order() -> tuple[list[float], list[float], Any]:
+    """Return output and lse of tokens on the stock path, for kernels that return NaN for no
+    keys."""
+    from vllm.model_executor.layers.attention.mla_attention import (
+        MLACommonImpl,
+        MLACommonPrefillMetadata,
+    )
+    from vllm.v1.attention.backends.pcp.mla import latent
+    from vllm.v1.worker.gpu.pcp import copies
+
+    context: Any = SimpleNamespace(prefill_tokens_with_context=3)
+    tables = torch.empty(0, device=DEVICE)
+    prefill = MLACommonPrefillMetadata(tables, tables, 0, chunked_context=context)
+    start, length = (np.array(column, dtype=np.int32) for column in ([0, 5, 0], [1, 3, 2]))
+    nan = float("nan")
+    with pytest.MonkeyPatch.context() as patch:
+        if not HAS_GPU:
+            patch.setattr(copies, "async_copy_to_gpu", lambda x, device: torch.from_numpy(x))
+        prefill = latent.tell_unordered(prefill, start, length)
+        kernel_output = torch.tensor([nan, 1, 2, 3, nan, nan], device=DEVICE)
+        patch.setattr(
+            MLACommonImpl,
+            "_compute_prefill_context",
+            lambda *_: (kernel_output[:, None, None].clone(), kernel_output[None].clone()),
+        )
+        args = (torch.empty(0), torch.empty(0), SimpleNamespace(prefill=prefill), torch.empty(0))
+        out, lse = make_impl()._compute_prefill_context(*args)
+    return out.flatten().tolist(), lse.flatten().tolist(), context.prefill_tokens_with_context
+
+
+def test_rows_out_of_order_on_the_stock_path(call: Callable[..., Any]) -> None:
+    out, lse, merged_tokens = call(context_of_rows_out_of_order)
+    assert out == [0, 1, 2, 3, 0, 0]
+    assert lse[1:4] == [1, 2, 3]
+    assert max(lse[0], *lse[4:]) < -1e29
+    assert merged_tokens is None
+
+
+def test_rows_in_order_are_left_to_the_stock_path() -> None:
+    from vllm.model_executor.layers.attention.mla_attention import MLACommonPrefillMetadata
+    from vllm.v1.attention.backends.pcp.mla import latent
+
+    context: Any = SimpleNamespace(prefill_tokens_with_context=3)
+    tables = torch.empty(0)
+    prefill = MLACommonPrefillMetadata(tables, tables, 0, chunked_context=context)
+    start, length = (np.array(column, dtype=np.int32) for column in ([5, 7, 0], [1, 2, 2]))
+    assert latent.tell_unordered(prefill, start, length) is prefill
+    assert context.prefill_tokens_with_context == 3

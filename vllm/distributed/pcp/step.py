@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What layers may know of the step that is running, beside its tensors.
+
+Set by the runner ahead of the forward pass, the same on every rank up to the rows' lengths. Layers
+read it when they run, never when they are built or traced: a step's kind is not a constant.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True)
+class StepState:
+    """The running step.
+
+    Attributes:
+        is_partitioned: Ranks run different rows, ``L`` each. Otherwise all ranks run the same.
+        row_req: ``[W]`` int32, the request (position in the batch) of each attention row of this
+            rank; None where each row is a request of its own.
+    """
+
+    is_partitioned: bool
+    row_req: npt.NDArray[np.int32] | None = None
+
+
+REPLICATED = StepState(is_partitioned=False)
+
+_state = REPLICATED
+
+
+def set_step_state(state: StepState) -> None:
+    """Announce the step whose attention metadata is built next."""
+    global _state
+    _state = state
+
+
+def get_step_state() -> StepState:
+    """Return the running step's state."""
+    return _state

@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MLA backends for prefill context parallelism.
+
+prefill_plan     which keys each row of a step attends to, up-projected once a request (numpy only)
+prefill_backend  what a plan asks of a prefill backend; flash_attn_prefill is the one that can
+latent           what the backends share: the gather, the builder, the prefill path
+flashattn_mla, flashmla, cutlass_mla, flashinfer_mla, triton_mla  one stock backend each
+"""
