@@ -276,28 +276,23 @@ class GatherLatentMixin(_ImplBase):
             )
             return
         gather = get_kv_gather()
+        own_rows = gather.begin(num_tokens, self.head_size * kv_cache.element_size())
+        # To the writer, a cache of one block.
+        ops.concat_and_cache_mla(
+            kv_c_normed,
+            k_pe.squeeze(1),
+            own_rows.view(kv_cache.dtype).unsqueeze(0),
+            gather.identity[:num_tokens],
+            kv_cache_dtype,
+            k_scale,
+        )
+        rows, split = gather.finish(), self.kv_lora_rank
         if is_quantized_kv_cache(kv_cache_dtype):
-            own_rows = gather.begin(num_tokens, self.head_size)
-            # To the writer, a cache of one block.
-            ops.concat_and_cache_mla(
-                kv_c_normed,
-                k_pe.squeeze(1),
-                own_rows.view(kv_cache.dtype).unsqueeze(0),
-                gather.identity[:num_tokens],
-                kv_cache_dtype,
-                k_scale,
-            )
-            # Under "auto" it moves elements as they are: bytes in pairs, called bfloat16.
-            rows = gather.finish().view(torch.bfloat16)
-            kv_cache = kv_cache.view(torch.bfloat16)
-            split, kv_cache_dtype = self.kv_lora_rank // 2, "auto"
+            # Under "auto" elements are moved as they are: bytes in pairs, called bfloat16.
+            rows, kv_cache = rows.view(torch.bfloat16), kv_cache.view(torch.bfloat16)
+            split, kv_cache_dtype = split // 2, "auto"
         else:
-            row_bytes = self.head_size * kv_c_normed.element_size()
-            own_rows = gather.begin(num_tokens, row_bytes).view(kv_c_normed.dtype)
-            split = self.kv_lora_rank
-            own_rows[:, :split].copy_(kv_c_normed)
-            own_rows[:, split:].copy_(k_pe.squeeze(1))
-            rows = gather.finish().view(kv_c_normed.dtype)
+            rows = rows.view(kv_cache.dtype)
         ops.concat_and_cache_mla(
             rows[:, :split], rows[:, split:], kv_cache, slot_mapping, kv_cache_dtype, k_scale
         )
