@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives over the PCP group that happen once a step.
+"""Collectives over the PCP group that return a tensor of their own.
 
-Shapes that enter a collective come from the global batch, so that all ranks agree on them.
+Once a step those of hidden rows and of sampled tokens, once a layer those of the experts. Shapes
+that enter a collective come from the global batch, so that all ranks agree on them. On GPUs they
+run on the current stream and never make the host wait.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
 from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
@@ -45,3 +48,67 @@ def broadcast_from_first_rank(tensor: torch.Tensor) -> None:
         group.broadcast(tensor, src=0)
     else:
         pynccl.broadcast(tensor, src=0)
+
+
+def gather_together(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return ``[P * num_rows, ...]`` for each tensor, the rows of all ranks in rank order.
+
+    Args:
+        *tensors: ``[num_rows, ...]``, of any types and strides; the same shapes on every rank.
+
+    Collectives: an all_gather for each tensor on the PCP group, on GPUs as one NCCL group: one
+    launch.
+    """
+    group = get_pcp_group()
+    own = [tensor.contiguous() for tensor in tensors]
+    gathered = tuple(
+        tensor.new_empty((group.world_size * tensor.shape[0], *tensor.shape[1:])) for tensor in own
+    )
+    pynccl = pynccl_communicator(group)
+    if pynccl is None:
+        for output, tensor in zip(gathered, own, strict=True):
+            dist.all_gather_into_tensor(output, tensor, group=group.device_group)
+        return gathered
+    pynccl.group_start()
+    for output, tensor in zip(gathered, own, strict=True):
+        pynccl.all_gather(output, tensor)
+    pynccl.group_end()
+    return gathered
+
+
+def reduce_scatter_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Return ``[num_rows, width]``: this rank's rows, summed over the ranks.
+
+    Args:
+        rows: ``[P * num_rows, width]``, rank by rank, the same shape on every rank.
+
+    Collectives: one reduce_scatter on the PCP group.
+    """
+    group = get_pcp_group()
+    rows = rows.contiguous()
+    own = rows.new_empty((rows.shape[0] // group.world_size, *rows.shape[1:]))
+    pynccl = pynccl_communicator(group)
+    if pynccl is None:
+        dist.reduce_scatter_tensor(own, rows, group=group.device_group)
+    else:
+        pynccl.reduce_scatter(own, rows)
+    return own
+
+
+def all_reduce_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Return ``[num_rows, width]``: rows that all ranks share, summed over the ranks.
+
+    Bitwise the same on every rank: NCCL and Gloo add an element up in one place.
+
+    Args:
+        rows: ``[num_rows, width]``, the same shape on every rank; may be overwritten.
+
+    Collectives: one all_reduce on the PCP group.
+    """
+    group = get_pcp_group()
+    rows = rows.contiguous()
+    pynccl = pynccl_communicator(group)
+    if pynccl is not None:
+        return pynccl.all_reduce(rows)
+    dist.all_reduce(rows, group=group.device_group)
+    return rows

@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from vllm.plugins.pcp.routing import EXECUTOR, WORKERS
 from vllm.v1.attention.backends.pcp import BACKENDS
@@ -41,6 +41,10 @@ _FUSED_CACHE_WRITE = (
     "MiniMaxM3SparseForConditionalGeneration",
 )
 _FUSED_CACHE_WRITE_PACKAGE = "vllm.models."
+
+# Model classes and quantizations that load experts as if TP ranks alone shared them.
+_EXPERTS_OF_TP = ("AriaForConditionalGeneration", "DbrxForCausalLM")
+_QUANTIZED_EXPERTS_OF_TP = ("bitsandbytes", "moe_wna16")
 
 # Workers that take a GPU each. One from elsewhere may place its ranks as it likes.
 _ONE_GPU_EACH = frozenset({"auto", *WORKERS, *WORKERS.values()})
@@ -141,12 +145,17 @@ def _model(is_refused: Callable[[ModelConfig], bool]) -> Received:
     return received
 
 
+def _hf_value(config: VllmConfig, name: str) -> Any:
+    """Return what a key of the model's own configuration holds, None if it is absent."""
+    text_config = config.model_config.hf_text_config
+    return getattr(text_config, name) if hasattr(text_config, name) else None
+
+
 def _hf_setting(name: str) -> Received:
     """Find a key of the model's own configuration that holds anything but zero or null."""
 
     def received(config: VllmConfig) -> str | None:
-        text_config = config.model_config.hf_text_config
-        value = getattr(text_config, name) if hasattr(text_config, name) else None
+        value = _hf_value(config, name)
         return f"{name}={value}" if value else None
 
     return received
@@ -202,12 +211,44 @@ def _sequence_parallelism(config: VllmConfig) -> str | None:
     return "pass_config.enable_sp=True" if passes.enable_sp else None
 
 
-_mla = _model(lambda model: model.use_mla)
 _sparse_mla = _hf_setting("index_topk")
 
 
-def _dense_mla(config: VllmConfig) -> str | None:
-    return None if _sparse_mla(config) else _mla(config)
+def _experts_of_tp(config: VllmConfig) -> str | None:
+    model = config.model_config
+    if model.architecture in _EXPERTS_OF_TP:
+        return f"architecture={model.architecture}"
+    is_refused = model.is_moe and model.quantization in _QUANTIZED_EXPERTS_OF_TP
+    return f"quantization={model.quantization}" if is_refused else None
+
+
+def _uneven_experts(config: VllmConfig) -> str | None:
+    """Find experts that ranks would have none of, or that cannot be cut into equal parts."""
+    model, parallel = config.model_config, config.parallel_config
+    num_experts = model.get_num_experts()
+    if num_experts == 0:
+        return None
+    num_ranks = parallel.prefill_context_parallel_size * parallel.tensor_parallel_size
+    # Its loader cuts both ways evenly.
+    is_even = model.architecture == "GptOssForCausalLM"
+    if parallel.enable_expert_parallel:
+        if num_experts < num_ranks or (is_even and num_experts % num_ranks):
+            return f"num_experts={num_experts} on {num_ranks} ranks"
+        if not is_even:
+            return None
+    name = "moe_intermediate_size"
+    if not _hf_value(config, name):
+        name = "intermediate_size"
+    width = _hf_value(config, name)
+    widths = width if isinstance(width, list) else [width or 0]
+    return f"{name}={width} on {num_ranks} ranks" if any(w % num_ranks for w in widths) else None
+
+
+def _skipped_padding(config: VllmConfig) -> str | None:
+    import vllm.envs as envs
+
+    is_refused = config.model_config.is_moe and envs.VLLM_MOE_SKIP_PADDING
+    return "VLLM_MOE_SKIP_PADDING=1" if is_refused else None
 
 
 def _pooling(config: VllmConfig) -> str | None:
@@ -353,25 +394,55 @@ RULES: tuple[Rule, ...] = (
     ),
     # Models
     Rule(
-        "dense MLA models",
-        _dense_mla,
-        "The latent cache needs a gather of its own",
-        "Serve a model with GQA or MHA",
-        status="planned",
-    ),
-    Rule(
         "sparse MLA models",
         _sparse_mla,
         "The indexer's cache needs a gather of its own",
-        "Serve a model with GQA or MHA",
+        "Serve a model with GQA, MHA or dense MLA",
         status="planned",
     ),
     Rule(
-        "mixture-of-experts models",
-        _model(lambda model: model.is_moe),
-        "Experts are sharded over P x TP and need the rows of all ranks",
-        "Serve a dense model",
-        status="planned",
+        "experts that the ranks cannot share evenly",
+        _uneven_experts,
+        "P x TP ranks share experts, by a part of the width of each or by whole experts",
+        "Let P x TP divide the width, or set --enable-expert-parallel and P x TP to at most the "
+        "number of experts",
+        error=ValueError,
+    ),
+    Rule(
+        "experts that are loaded as if TP ranks alone shared them",
+        _experts_of_tp,
+        "Ranks of different P would load the same part of them",
+        "Serve another model, or one quantized in another way",
+    ),
+    Rule(
+        "mixture-of-experts models of the Transformers library",
+        _model(lambda model: model.is_moe and model.using_transformers_backend()),
+        "Experts are chosen outside of the layer that gathers rows",
+        "Drop --model-impl, or serve a model that vLLM has a class for",
+    ),
+    Rule(
+        "zero experts",
+        _hf_setting("zero_expert_num"),
+        "Their output is added outside of the layer that gathers rows",
+        "Serve another model",
+    ),
+    Rule(
+        "experts chosen by token id",
+        _hf_setting("num_hash_layers"),
+        "Token ids are not gathered with the rows",
+        "Serve another model",
+    ),
+    Rule(
+        "leaving padding out of experts",
+        _skipped_padding,
+        "Which rows are padding is not gathered with the rows",
+        "Unset VLLM_MOE_SKIP_PADDING",
+    ),
+    Rule(
+        "returning routed experts",
+        _setting("model_config.enable_return_routed_experts"),
+        "They would be those of other rows; model runner V2 lacks it",
+        "Drop --enable-return-routed-experts",
     ),
     Rule(
         "models that write the KV cache in fused kernels",

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What reaches NCCL, with a stand-in for it: it gets addresses, so strides must be right by then.
+
+Collectives of real ranks are tested where they are used.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm.distributed.pcp import collectives
+
+PCP_WORLD_SIZE = 3
+
+
+class Nccl:
+    """Has this rank's rows from every rank; writes down its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def group_start(self) -> None:
+        self.calls.append("group_start")
+
+    def group_end(self) -> None:
+        self.calls.append("group_end")
+
+    def all_gather(self, output: torch.Tensor, own: torch.Tensor) -> None:
+        self._record("all_gather", output, own)
+        output.copy_(torch.cat([own] * PCP_WORLD_SIZE))
+
+    def reduce_scatter(self, output: torch.Tensor, rows: torch.Tensor) -> None:
+        self._record("reduce_scatter", output, rows)
+        output.copy_(rows[: len(output)] * PCP_WORLD_SIZE)
+
+    def all_reduce(self, rows: torch.Tensor) -> torch.Tensor:
+        self._record("all_reduce", rows)
+        return rows * PCP_WORLD_SIZE
+
+    def _record(self, name: str, *tensors: torch.Tensor) -> None:
+        assert all(tensor.is_contiguous() for tensor in tensors), name
+        self.calls.append(name)
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> Nccl:
+    """Put a stand-in where the PCP group has its NCCL communicator."""
+    nccl = Nccl()
+    group: Any = SimpleNamespace(world_size=PCP_WORLD_SIZE)
+    monkeypatch.setattr(collectives, "get_pcp_group", lambda: group)
+    monkeypatch.setattr(collectives, "pynccl_communicator", lambda _: nccl)
+    return nccl
+
+
+def strided(num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return rows that are not contiguous."""
+    return torch.arange(2 * num_rows * width).view(num_rows, 2 * width)[:, :width].to(dtype)
+
+
+def test_tensors_are_gathered_in_one_group(nccl: Nccl) -> None:
+    tensors = (strided(4, 6, torch.bfloat16), strided(4, 5, torch.float32)[:, ::2])
+    gathered = collectives.gather_together(*tensors)
+    assert nccl.calls == ["group_start", "all_gather", "all_gather", "group_end"]
+    for actual, tensor in zip(gathered, tensors, strict=True):
+        assert torch.equal(actual, torch.cat([tensor] * PCP_WORLD_SIZE))
+        assert actual.dtype == tensor.dtype
+
+
+def test_rows_are_scattered_by_one_call(nccl: Nccl) -> None:
+    rows = strided(2 * PCP_WORLD_SIZE, 6, torch.bfloat16)
+    assert torch.equal(collectives.reduce_scatter_rows(rows), PCP_WORLD_SIZE * rows[:2])
+    assert nccl.calls == ["reduce_scatter"]
+
+
+def test_rows_are_summed_by_one_call(nccl: Nccl) -> None:
+    rows = strided(4, 6, torch.bfloat16)
+    assert torch.equal(collectives.all_reduce_rows(rows), PCP_WORLD_SIZE * rows)
+    assert nccl.calls == ["all_reduce"]

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers for prefill context parallelism.
+
+moe_runner  experts that P x TP ranks share
+"""
+
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.fused_moe import MoERunner
+
+
+def register_layers() -> None:
+    """Put our layers in place of vLLM's, in this process; ahead of building the model.
+
+    Does nothing the second time.
+
+    Raises:
+        RuntimeError: Something else has taken the place.
+    """
+    from vllm.model_executor.layers.pcp.moe_runner import PCPMoERunner
+
+    name = MoERunner.__name__
+    if name not in op_registry_oot:
+        MoERunner.register_oot(PCPMoERunner)
+    elif op_registry_oot[name] is not PCPMoERunner:
+        raise RuntimeError(
+            f"Prefill context parallelism replaces {name}, which another plugin has replaced "
+            f"(got {op_registry_oot[name].__qualname__}). Uninstall that plugin, or set "
+            "--prefill-context-parallel-size 1."
+        )
