@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker extension that writes down every collective of its rank."""
+"""A worker extension that writes down every collective of its rank, and what it samples from."""
 
 from __future__ import annotations
 
 import functools
 import os
 import signal
+import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -62,9 +63,14 @@ class Recorder(_Extended):
         for name in OPERATIONS:
             setattr(dist, name, self._recorded(getattr(dist, name)))
         KVGather.begin = self._recorded_shape(KVGather.begin)  # type: ignore[method-assign]
+        runner: Any = self.model_runner
+        runner.sample = self._recorded_rows(runner.sample)
 
     def take_collectives(self) -> list[str]:
-        """Return, and forget, "operation group shape dtype" of each collective, in order."""
+        """Return, and forget, "operation group shape dtype" of each collective, in order.
+
+        Among them, "hidden_states shape checksum" of what each step sampled from.
+        """
         taken, self._collectives = self._collectives, []
         return taken
 
@@ -92,6 +98,17 @@ class Recorder(_Extended):
             shapes = [f"{list(operand.shape)} {operand.dtype}" for operand in operands]
             self._collectives.append(" ".join([operation.__name__, group, *shapes]))
             return operation(*args, **kwargs)
+
+        return record
+
+    def _recorded_rows(self, sample: Callable[..., Any]) -> Callable[..., Any]:
+        """Write down what is sampled from, bit by bit, among the collectives."""
+
+        @functools.wraps(sample)
+        def record(hidden_states: torch.Tensor, *args: Any) -> Any:
+            checksum = zlib.crc32(hidden_states.numpy().tobytes())
+            self._collectives.append(f"hidden_states {list(hidden_states.shape)} {checksum:08x}")
+            return sample(hidden_states, *args)
 
         return record
 

@@ -28,12 +28,25 @@ PREFILL_SCENARIOS = (
     "concurrent_prefills",
 )
 WINDOW_SCENARIOS = (*PREFILL_SCENARIOS, "preemption")
+LATENT_SCENARIOS = (
+    *PREFILL_SCENARIOS,
+    "short_prefix_hits_beside_short_prompts",
+    "preemption",
+    "seeds",
+)
+EXPERT_SCENARIOS = (*PREFILL_SCENARIOS, "seeds")
 SIZES = {"smollm2": SMOLLM2_SIZES, "mistral": WINDOW_SIZES}
 # Of engines that do not run all of them.
 SCENARIOS = {
     "embedding": PREFILL_SCENARIOS,
     "mistral": WINDOW_SCENARIOS,
     "gemma3": WINDOW_SCENARIOS,
+    "deepseek_v2": LATENT_SCENARIOS,
+    "deepseek_v3": LATENT_SCENARIOS,
+    "qwen3_moe": EXPERT_SCENARIOS,
+    "mixtral": EXPERT_SCENARIOS,
+    "glm4_moe": EXPERT_SCENARIOS,
+    "gpt_oss": EXPERT_SCENARIOS,
 }
 
 
@@ -46,17 +59,17 @@ class Engines:
         self.folder = folder
         self._results: dict[str, EngineResults | Exception] = {}
 
-    def pair(self, name: str, pcp: int, tp: int = 1) -> Pair:
-        """Return what P = 1 gives, and what P and TP give."""
-        sizes = self.spec(name, pcp, tp).sizes
-        return Pair(self.results(name, 1, 1), self.results(name, pcp, tp), pcp, sizes)
+    def pair(self, name: str, pcp: int, tp: int = 1, *, ep: bool = False) -> Pair:
+        """Return what one rank gives, and what P and TP, with or without EP, give."""
+        sizes = self.spec(name, pcp, tp, ep).sizes
+        return Pair(self.results(name, 1, 1), self.results(name, pcp, tp, ep), pcp, sizes)
 
-    def results(self, name: str, pcp: int, tp: int) -> EngineResults:
+    def results(self, name: str, pcp: int, tp: int, ep: bool = False) -> EngineResults:
         """Return what an engine gives; it runs at the first call."""
-        key = f"{name}-pcp{pcp}-tp{tp}"
+        key = f"{name}-pcp{pcp}-tp{tp}-ep{ep:d}"
         if key not in self._results:
             try:
-                self._results[key] = self._run(key, self.spec(name, pcp, tp))
+                self._results[key] = self._run(key, self.spec(name, pcp, tp, ep))
             except (RuntimeError, OSError) as error:
                 self._results[key] = error
         results = self._results[key]
@@ -64,7 +77,7 @@ class Engines:
             raise results
         return results
 
-    def spec(self, name: str, pcp: int, tp: int) -> Spec:
+    def spec(self, name: str, pcp: int, tp: int, ep: bool = False) -> Spec:
         """Return the engine of a checkpoint; "embedding" is the one of "qwen3"."""
         is_pooling = name == "embedding"
         return Spec(
@@ -75,6 +88,7 @@ class Engines:
             PREFILL_SCENARIOS if pcp > 4 else SCENARIOS.get(name, ()),
             str(STORY) if name == "smollm2" else None,
             is_pooling,
+            ep,
             forks=name != "qwen3" or pcp > 4,
         )
 

@@ -136,6 +136,7 @@ def engine_args(spec: Spec) -> dict[str, Any]:
         "runner": "pooling" if spec.is_pooling else "generate",
         "prefill_context_parallel_size": spec.pcp,
         "tensor_parallel_size": spec.tp,
+        "enable_expert_parallel": spec.shards_experts,
         "dtype": "float32",
         "enforce_eager": True,
         "block_size": sizes.block_size,

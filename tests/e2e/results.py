@@ -25,6 +25,7 @@ class Spec:
         scenarios: Names of those to run; empty for all.
         text: File that prompts are cut from; None for random tokens.
         is_pooling: Embeds prompts, instead of generating.
+        shards_experts: Gives each rank whole experts, instead of a part of each.
         forks: Forks its ranks, which saves time; spawned ranks, the normal ones, differ in the
             order of their sets.
     """
@@ -36,6 +37,7 @@ class Spec:
     scenarios: Sequence[str] = ()
     text: str | None = None
     is_pooling: bool = False
+    shards_experts: bool = False
     forks: bool = False
 
     def save(self, path: Path) -> None:

@@ -120,6 +120,7 @@ def scenarios(sizes: Sizes, tokens: Sequence[int]) -> dict[str, Scenario]:
             chunked_prefill,
             mixed_batches,
             prefix_hits,
+            short_prefix_hits_beside_short_prompts,
             preemption,
             aborts,
             concurrent_prefills,
@@ -170,6 +171,15 @@ def prefix_hits(sizes: Sizes, tape: Tape) -> Scenario:
     return [first] + [
         Request(prefix + tape.take(n), {"max_tokens": 3}, arrives=4) for n in REMAINDERS
     ]
+
+
+def short_prefix_hits_beside_short_prompts(sizes: Sizes, tape: Tape) -> Scenario:
+    """Rows with context behind shorter ones without, in steps too short to be split for P > 3."""
+    prefix = tape.take(4 * sizes.block_size)
+    first = Request(prefix + tape.take(1), {"max_tokens": 1})
+    fresh = [Request(tape.take(n), {"max_tokens": 3}, arrives=4) for n in (2, 3, 4)]
+    hits = [Request(prefix + tape.take(n), {"max_tokens": 3}, arrives=4) for n in (3, 5, 7)]
+    return [first, *fresh, *hits]
 
 
 def preemption(sizes: Sizes, tape: Tape) -> Scenario:
