@@ -18,7 +18,7 @@ RANDOM_SIZES = Sizes(block_size=32, num_blocks=64, max_num_batched_tokens=256, m
 # Where all layers have a window, vLLM takes blocks of 16; CPU workers would go by --block-size.
 WINDOW_SIZES = Sizes(block_size=16, num_blocks=128, max_num_batched_tokens=256, max_model_len=1024)
 # The indexer's cache knows blocks of 64 only.
-SPARSE_SIZES = Sizes(block_size=64, num_blocks=32, max_num_batched_tokens=256, max_model_len=1024)
+SPARSE_SIZES = Sizes(block_size=64, num_blocks=32, max_num_batched_tokens=128, max_model_len=512)
 SPARSE = ("deepseek_v32", "deepseek_v32_2048", "glm_moe_dsa")
 SMOLLM2_SIZES = Sizes(block_size=16, num_blocks=48, max_num_batched_tokens=128, max_model_len=512)
 STORY = REPO_ROOT / "examples" / "demo" / "story.txt"
