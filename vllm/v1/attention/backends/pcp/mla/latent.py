@@ -147,6 +147,7 @@ class PlanPrefillMixin(_BuilderBase):
         if num_missing > 0:
             shape = (workspace.shape[0] + num_missing, workspace.shape[1])
             self.chunked_prefill_workspace = workspace.new_empty(shape)
+        self._has_plan = isinstance(self._prefill_backend, AttendingPrefillBackend)
 
     def build(
         self,
@@ -156,9 +157,11 @@ class PlanPrefillMixin(_BuilderBase):
     ) -> Any:
         """Build as usual; then plan the rows that the stock builder counts as prefills."""
         common = common_attn_metadata
+        if common.max_query_len == 1:
+            # Decodes only: nothing to plan.
+            return super().build(common_prefix_len, common, fast_build)
         seq_lens = common.seq_lens_cpu_upper_bound
-        has_plan = isinstance(self._prefill_backend, AttendingPrefillBackend)
-        if has_plan and seq_lens is not None:
+        if self._has_plan and seq_lens is not None:
             # Without context the stock builder plans none.
             query_lens = common.query_start_loc_cpu.diff()
             common = dataclasses.replace(common, seq_lens_cpu_upper_bound=query_lens)
@@ -169,7 +172,7 @@ class PlanPrefillMixin(_BuilderBase):
         row_len = np.diff(common.query_start_loc_cpu.numpy())
         row_start = seq_lens.numpy()[: row_len.shape[0]] - row_len
         rows = slice(metadata.num_decodes, None)
-        if has_plan:
+        if self._has_plan:
             metadata.prefill = self._plan(metadata.prefill, row_start[rows], row_len[rows])
         else:
             metadata.prefill = tell_unordered(metadata.prefill, row_start[rows], row_len[rows])
