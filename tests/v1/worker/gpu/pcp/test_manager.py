@@ -66,9 +66,11 @@ def make_batch(requests: list[tuple[int, int, bool]]) -> InputBatch:
     return batch
 
 
-@pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[PCPManager]]:
-    """Return managers of all ranks of a group that is not there."""
+@pytest.fixture(params=[(), (16, 32, 48)], ids=["no graphs", "graphs"])
+def ranks(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[int], list[PCPManager]]:
+    """Return managers of all ranks of a group that is not there, with and without CUDA graphs."""
 
     # No pinned memory without a GPU.
     monkeypatch.setattr(copies, "async_copy_to_gpu", lambda array, device: torch.from_numpy(array))
@@ -82,6 +84,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[PCPManager]]:
             group = types.SimpleNamespace(world_size=size, rank_in_group=rank)
             monkeypatch.setattr(manager_module, "get_pcp_group", lambda group=group: group)
             managers.append(PCPManager(config, torch.device("cpu")))
+            managers[-1].graphs.allocate(max(request.param, default=0), torch.device("cpu"))
+            managers[-1].graphs.num_rows = np.array(request.param)
         return managers
 
     return make

@@ -27,9 +27,18 @@ MAX_ROW_TOKENS = 6
 Row = tuple[int, int, int]
 
 
-def plan(rows: list[Row], page_size: int = 1, max_tokens: int = 10_000) -> PrefillPlan:
+def plan(
+    rows: list[Row], page_size: int = 1, max_tokens: int = 10_000, max_repeated_tokens: int = 0
+) -> PrefillPlan:
     req, start, length = (np.array(column, dtype=np.int32) for column in zip(*rows, strict=True))
-    return plan_prefill(start, length, req, page_size=page_size, max_tokens=max_tokens)
+    return plan_prefill(
+        start,
+        length,
+        req,
+        page_size=page_size,
+        max_tokens=max_tokens,
+        max_repeated_tokens=max_repeated_tokens,
+    )
 
 
 def keys_of(batch: KeyBatch, rows: list[Row]) -> list[tuple[int, int]]:
@@ -127,6 +136,16 @@ def test_the_number_of_launches_does_not_grow_with_requests(num_requests: int) -
     heads = [(req, 0, 10) for req in range(num_requests)]
     (batch,) = plan(tails + heads).batches
     assert len(batch.calls) == 2
+
+
+def test_little_is_projected_twice_for_one_launch() -> None:
+    rows = [(0, 30, 10), (1, 9, 4), (0, 0, 10)]
+    prefill = plan(rows, max_repeated_tokens=10)
+    require_causal(prefill, rows)
+    (batch,) = prefill.batches
+    assert batch.num_tokens == 40 + 13 + 10
+    assert len(batch.calls) == 1
+    assert len(plan(rows, max_repeated_tokens=9).batches[0].calls) > 1
 
 
 def test_long_requests_are_merged_from_pieces() -> None:

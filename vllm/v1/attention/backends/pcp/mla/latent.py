@@ -67,6 +67,9 @@ else:
     _ImplBase = _DenseImplBase = object
     _BuilderBase = RowsPerRequestMixin
 
+# Up-projecting so many tokens takes the GPU about as long as the host takes for a launch.
+MAX_REPEATED_TOKENS = 4096
+
 # Log-sum-exp of no keys at all. Finite, so that merging two of them is not NaN.
 NO_KEYS = -1e30
 
@@ -189,6 +192,7 @@ class PlanPrefillMixin(_BuilderBase):
             np.arange(num_rows, dtype=np.int32) if row_req is None else row_req[-num_rows:],
             page_size=self.page_size,
             max_tokens=self.chunked_prefill_workspace.shape[0],
+            max_repeated_tokens=MAX_REPEATED_TOKENS,
         )
         return PCPPrefillMetadata(
             **vars(prefill),
@@ -363,7 +367,7 @@ class PlannedPrefillMixin(GatherLatentMixin, _DenseImplBase):
             k, v = self._keys_and_values(batch, prefill, kv_c_and_k_pe_cache, k_scale)
             for call in batch.calls:
                 queries, keys = call.call.queries, call.call.keys
-                out[queries] = self._attend(prefill, call, q[queries], k[keys], v[keys])
+                self._attend(prefill, call, q[queries], k[keys], v[keys], out=out[queries])
 
     def _compute_prefill_context(
         self,
@@ -449,6 +453,7 @@ class PlannedPrefillMixin(GatherLatentMixin, _DenseImplBase):
         v: torch.Tensor,
         *,
         return_softmax_lse: bool = False,
+        out: torch.Tensor | None = None,
     ) -> Any:
         backend: Any = prefill.prefill_backend
         return backend.attend(
@@ -461,4 +466,5 @@ class PlannedPrefillMixin(GatherLatentMixin, _DenseImplBase):
             max_seqlen_k=call.call.max_seqlen_k,
             causal=call.call.is_causal,
             return_softmax_lse=return_softmax_lse,
+            out=out,
         )

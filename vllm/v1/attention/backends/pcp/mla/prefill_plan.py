@@ -19,6 +19,9 @@ in, and only then are partial results merged. Pieces of different requests share
     head's keys            |<---------------->|
     tail's keys            |<-------------------------------->|
 
+Where that is little, the head's keys are up-projected a second time, as if it were a request of its
+own: then one launch does for all rows, and short steps wait for launches, not for the GPU.
+
 The attention kernel takes runs of consecutive rows whose keys lie behind one another. Keys between
 two rows' keys, the rest of a piece behind a head, are handed to a sequence without queries.
 """
@@ -99,6 +102,7 @@ def plan_prefill(
     *,
     page_size: int,
     max_tokens: int,
+    max_repeated_tokens: int = 0,
 ) -> PrefillPlan:
     """Plan the attention of prefill rows, which may stand in any order.
 
@@ -108,11 +112,16 @@ def plan_prefill(
         row_req: ``[R]`` int32, anything that tells requests apart; rows of one do not overlap.
         page_size: Pieces start at multiples of it.
         max_tokens: Tokens of a batch, at most; see ``min_batch_tokens``.
+        max_repeated_tokens: Tokens that may be up-projected a second time, to save launches.
     """
     first_query = np.cumsum(row_len, dtype=np.int64) - row_len
     row_end = row_start + row_len
     last_row, group = _requests(row_end, row_req)
     num_keys = row_end[last_row]
+    num_repeated = int(row_end.sum()) - int(num_keys.sum())
+    if 0 < num_repeated <= max_repeated_tokens and int(row_end.sum()) <= max_tokens:
+        last_row = group = np.arange(row_end.shape[0])
+        num_keys = row_end
     if int(num_keys.sum()) <= max_tokens:
         # One piece a request, one batch: what nearly every step is.
         piece_group = np.arange(last_row.shape[0])
