@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from turns import wait_for_turn
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
@@ -22,7 +23,7 @@ def is_cpu_build() -> bool:
 
 
 def start_engine(model: str, **options: Any) -> LLM:
-    """Start an engine with Model Runner V2, prefix caching off.
+    """Start an engine with Model Runner V2, prefix caching off, and wait for its turn.
 
     Args:
         model: Model folder.
@@ -50,7 +51,9 @@ def start_engine(model: str, **options: Any) -> LLM:
         }
     from vllm import LLM
 
-    return LLM(model=model, **(defaults | options))
+    llm = LLM(model=model, **(defaults | options))
+    wait_for_turn()
+    return llm
 
 
 def random_prompts(num_tokens: Sequence[int], vocab_size: int) -> list[Prompt]:

@@ -2,7 +2,8 @@
 """Benchmarks that start several engines: a subprocess each, and every result kept at once.
 
 A *step* is one engine, its *tasks* are what is measured on it. A benchmark that is run again does
-what its JSON file lacks; delete the file to measure anew.
+what its JSON file lacks; delete the file to measure anew. ``--together 3`` starts three engines at
+a time, and measures on one after the other when all have started: they must fit into memory.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ import argparse
 import json
 import os
 import signal
-import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from subprocess import TimeoutExpired
 from typing import Any
 
 from harness import REPO_ROOT, environment, write_json
+from turns import Turn
 
 Row = dict[str, Any]
 # (step, tasks) -> each task with its rows
@@ -32,6 +35,7 @@ def step_parser(doc: str | None, name: str) -> argparse.ArgumentParser:
     default = REPO_ROOT / "benchmarks" / "results" / f"{name}.json"
     parser.add_argument("--json", default=default, help="results, and what is done already")
     parser.add_argument("--step-timeout", type=float, metavar="S", help="give a step up after S s")
+    parser.add_argument("--together", type=int, default=1, help="engines to start at a time")
     parser.add_argument("--step", help=argparse.SUPPRESS)
     parser.add_argument("--tasks", nargs="+", help=argparse.SUPPRESS)
     return parser
@@ -58,13 +62,28 @@ def run_steps(
     if args.step is not None:
         _run_tasks(args, name, measure, summarise)
         sys.exit()
-    for step, tasks in steps.items():
-        done = {row["task"] for row in read_rows(args.json) if row["step"] == step}
-        missing = [task for task in tasks if task not in done]
-        if missing:
-            print(f"{step}: {', '.join(missing)}", flush=True)
-            arguments = ["--step", step, "--tasks", *missing]
-            _run_subprocess(arguments, args.step_timeout, environ(step))
+    missing = {step: _missing_tasks(args, step, tasks) for step, tasks in steps.items()}
+    waiting = [step for step in steps if missing[step]]
+    while waiting:
+        group, waiting = waiting[: args.together], waiting[args.together :]
+        deadline = None
+        if args.step_timeout is not None:
+            deadline = time.monotonic() + args.step_timeout * len(group)
+        turns = {}
+        for step in group:
+            print(f"{step}: {', '.join(missing[step])}", flush=True)
+            command = [sys.executable, *sys.argv, "--step", step, "--tasks", *missing[step]]
+            variables = {**os.environ, **environ(step)}
+            turns[step] = Turn(command, variables, start_new_session=True)
+        try:
+            for turn in turns.values():
+                turn.wait_until_ready(deadline)
+            for step, turn in turns.items():
+                turn.give()
+                _wait(step, turn, deadline)
+        finally:
+            for turn in turns.values():
+                _end(turn)
     return read_rows(args.json)
 
 
@@ -86,22 +105,24 @@ def _run_tasks(args: argparse.Namespace, name: str, measure: Measure, summarise:
         write_json(args.json, name, rows, **summarise(rows))
 
 
-def _run_subprocess(
-    arguments: list[str], timeout: float | None, environ: Mapping[str, str]
-) -> None:
-    """Run this script for one step; a step that fails or takes too long leaves the others alone."""
-    process = subprocess.Popen(
-        [sys.executable, *sys.argv, *arguments],
-        start_new_session=True,
-        env={**os.environ, **environ},
-    )
+def _missing_tasks(args: argparse.Namespace, step: str, tasks: Sequence[str]) -> list[str]:
+    done = {row["task"] for row in read_rows(args.json) if row["step"] == step}
+    return [task for task in tasks if task not in done]
+
+
+def _wait(step: str, turn: Turn, deadline: float | None) -> None:
+    """Wait for a step; one that fails or takes too long leaves the others alone."""
     try:
-        status: int | str = process.wait(timeout)
-    except subprocess.TimeoutExpired:
-        status = f"none after {timeout} s"
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
+        status: int | str = turn.process.wait(seconds)
+    except TimeoutExpired:
+        status = "none in time"
     if status != 0:
-        print(f"{arguments[1]}: failed, status {status}", file=sys.stderr, flush=True)
+        print(f"{step}: failed, status {status}", file=sys.stderr, flush=True)
+    _end(turn)
+
+
+def _end(turn: Turn) -> None:
+    if turn.process.poll() is None:
+        os.killpg(turn.process.pid, signal.SIGKILL)
+        turn.process.wait()

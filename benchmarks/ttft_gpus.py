@@ -14,6 +14,7 @@ yardstick (one GPU may be wrong there).
 "EP" gives whole experts to a rank; PCP and TP without it give each rank a slice of every expert.
 
 One engine a shape, layout and mode, in a subprocess; a run that was cut short goes on where it was.
+``--together 4 --kv-gib 4`` starts four at a time, if a GPU can hold them, and measures in turn.
 To be expected of an engine, on H200s: a minute to start, two with graphs, TTFT of all lengths half
 a minute to a minute, decode a minute. Figures are printed, and kept, as they come. With
 ``--one-gpu`` all ranks share GPU 0: that tries the script, its times say nothing.
@@ -74,14 +75,21 @@ def engine_options(args: argparse.Namespace, layout: dict[str, Any]) -> dict[str
     options: dict[str, Any] = {**layout}
     if not is_cpu_build():
         options["worker_extension_cls"] = "communication.CommunicationProbe"
+    if args.kv_gib is not None:
+        # The utilisation is looked at no more, but for what must be free at the start.
+        options |= {
+            "kv_cache_memory_bytes": int(args.kv_gib * 2**30),
+            "gpu_memory_utilization": 0.05,
+        }
     if args.one_gpu and layout:
         pcp_worker = "vllm.v1.worker.pcp.gpu_worker.OneGpuPCPWorker"
         options |= {
             "worker_cls": pcp_worker if PCP in layout else "one_gpu.OneGpuWorker",
             "distributed_executor_backend": "mp",
             "disable_custom_all_reduce": True,
-            "gpu_memory_utilization": 0.85 / args.gpus,
         }
+        if args.kv_gib is None:
+            options["gpu_memory_utilization"] = 0.85 / args.gpus
     return options
 
 
@@ -246,6 +254,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 32768, 102400])
     parser.add_argument("--concurrencies", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--decode-tokens", type=int, default=256)
+    parser.add_argument("--kv-gib", type=float, help="KV cache of a rank, needed with --together")
     parser.add_argument("--batched-tokens", type=int, default=32768, help="most tokens of a step")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()

@@ -20,7 +20,8 @@ With MLA and an FP8 cache, P = 1 reads the new tokens of a prompt in bf16, P > 1
 On average that is an error 1.4 times as large (emulated in fp32), within the bound.
 
 Engines are forked from this process, which has imported vLLM but not touched the GPU: that saves
-the imports of each rank. ``--jobs`` of them run at a time.
+the imports of each rank. ``--jobs`` of them run at a time, spread over ``--gpus``; the ranks of one
+engine share a GPU.
 """
 
 from __future__ import annotations
@@ -213,8 +214,9 @@ def synchronisations(worker: Any) -> list[str]:
     return noted
 
 
-def child(case: Case, folder: Path) -> None:
-    """Run one engine with its output in a log file of its own."""
+def child(case: Case, folder: Path, gpu: int) -> None:
+    """Run one engine on one GPU with its output in a log file of its own."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
     log = os.open(folder / f"{case.name}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -225,27 +227,29 @@ def child(case: Case, folder: Path) -> None:
         raise
 
 
-def run_all(cases: list[Case], folder: Path, jobs: int, deadline: float) -> None:
+def run_all(cases: list[Case], folder: Path, jobs: int, gpus: int, deadline: float) -> None:
     """Run every case, some at a time; what has not started by the deadline is left out."""
     waiting = list(cases)
-    running: dict[Any, tuple[Case, Any, float]] = {}
+    places = [job % gpus for job in reversed(range(jobs))]
+    running: dict[Any, tuple[Case, Any, int, float]] = {}
     while waiting or running:
-        while waiting and len(running) < jobs and time.monotonic() < deadline:
-            case = waiting.pop(0)
-            process = FORK.Process(target=child, args=(case, folder), daemon=False)
+        while waiting and places and time.monotonic() < deadline:
+            case, gpu = waiting.pop(0), places.pop()
+            process = FORK.Process(target=child, args=(case, folder, gpu), daemon=False)
             process.start()
-            running[process.sentinel] = (case, process, time.monotonic())
+            running[process.sentinel] = (case, process, gpu, time.monotonic())
         if not running:
             break
         for sentinel in multiprocessing.connection.wait(list(running), timeout=5):
-            case, process, start = running.pop(sentinel)
+            case, process, gpu, start = running.pop(sentinel)
             process.join()
+            places.append(gpu)
             print(
                 f"{case.name}: exit {process.exitcode}, {time.monotonic() - start:.0f} s",
                 flush=True,
             )
         if time.monotonic() > deadline + 120:
-            for case, process, _ in running.values():
+            for case, process, _, _ in running.values():
                 print(f"{case.name}: out of time", flush=True)
                 process.kill()
 
@@ -368,6 +372,7 @@ def parse_args() -> argparse.Namespace:
     only.add_argument("--sizes", nargs="+", type=int, help="P beside 1")
     only.add_argument("--experts", nargs="+", choices=EXPERTS)
     parser.add_argument("--jobs", type=int, default=4)
+    parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument(
         "--folder", type=Path, help="where results and logs go; finished cases are kept"
     )
@@ -401,7 +406,7 @@ def main() -> int:
             process.join()
     missing = [case for case in cases if not (folder / f"{case.name}.json").exists()]
     print(f"{len(missing)} of {len(cases)} engines to run, in {folder}", flush=True)
-    run_all(missing, folder, args.jobs, start + 60 * args.minutes)
+    run_all(missing, folder, args.jobs, args.gpus, start + 60 * args.minutes)
     rows = judge(cases, folder)
     print_rows(sorted(rows, key=lambda row: (row["model"], row["backend"], row["kv_dtype"])))
     if args.json:
