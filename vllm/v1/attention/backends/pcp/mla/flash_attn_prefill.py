@@ -47,5 +47,5 @@ class PCPFlashAttnPrefillBackend(FlashAttnPrefillBackend):
             out=own_out,
         )
         if out is not None and own_out is None:
-            out.copy_(result[0] if return_softmax_lse else result)
+            out.copy_(result[0] if isinstance(result, tuple) else result)
         return result
