@@ -22,11 +22,12 @@ def is_cpu_build() -> bool:
     return "cpu" in version("vllm")
 
 
-def start_engine(model: str, **options: Any) -> LLM:
+def start_engine(model: str, *, kv_gib: float | None = None, **options: Any) -> LLM:
     """Start an engine with Model Runner V2, prefix caching off, and wait for its turn.
 
     Args:
         model: Model folder.
+        kv_gib: Size of a rank's KV cache; by default most of what is free on its GPU.
         **options: Arguments of ``vllm.LLM``, over the defaults of this function.
     """
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
@@ -49,6 +50,9 @@ def start_engine(model: str, **options: Any) -> LLM:
             "kv_cache_memory_bytes": 1 << 30,
             "gpu_memory_utilization": 0.1,
         }
+    if kv_gib is not None:
+        # The utilisation then tells only what must be free at the start.
+        options |= {"kv_cache_memory_bytes": int(kv_gib * 2**30), "gpu_memory_utilization": 0.05}
     from vllm import LLM
 
     llm = LLM(model=model, **(defaults | options))

@@ -67,6 +67,7 @@ def measure(
         max_model_len=max(args.lengths) + 1,
         max_num_batched_tokens=max(args.lengths),
         max_num_seqs=16,
+        kv_gib=args.kv_gib,
         **options,
     )
     llm.collective_rpc("watch_steps")
@@ -187,7 +188,7 @@ def print_report(rows: Sequence[Row]) -> None:
 
 def main() -> None:
     """Measure and print."""
-    parser = step_parser(__doc__, NAME)
+    parser = step_parser(__doc__, NAME, may_start_together=True)
     parser.set_defaults(step_timeout=280)
     parser.add_argument("--gpus", type=int, choices=(1, 2), default=1)
     parser.add_argument(

@@ -87,6 +87,7 @@ def measure(
         enforce_eager=mode == "eager",
         max_model_len=max(args.lengths) + args.decode_tokens,
         max_num_batched_tokens=max(args.lengths),
+        kv_gib=args.kv_gib,
         **engine_options(args, whose, int(size)),
     )
     common = {"whose": whose, "vllm": version("vllm"), "pcp_world_size": int(size), "mode": mode}
@@ -182,7 +183,7 @@ def select(args: argparse.Namespace) -> dict[str, list[str]]:
 
 def main() -> None:
     """Measure and print."""
-    parser = step_parser(__doc__, NAME)
+    parser = step_parser(__doc__, NAME, may_start_together=True)
     parser.set_defaults(step_timeout=420)
     parser.add_argument("--rival-site", required=True, help="folder with the other vLLM")
     parser.add_argument("--shape", choices=SHAPES, default="deepseek-v2-lite")

@@ -2,8 +2,10 @@
 """Benchmarks that start several engines: a subprocess each, and every result kept at once.
 
 A *step* is one engine, its *tasks* are what is measured on it. A benchmark that is run again does
-what its JSON file lacks; delete the file to measure anew. ``--together 3`` starts three engines at
-a time, and measures on one after the other when all have started: they must fit into memory.
+what its JSON file lacks; delete the file to measure anew.
+
+``--together 3`` starts three engines at a time, and measures on one after the other when all have
+started. They must fit into memory, hence ``--kv-gib``.
 """
 
 from __future__ import annotations
@@ -29,13 +31,24 @@ Measure = Callable[[str, Sequence[str]], Iterator[tuple[str, list[Row]]]]
 Summarise = Callable[[Sequence[Row]], dict[str, Any]]
 
 
-def step_parser(doc: str | None, name: str) -> argparse.ArgumentParser:
-    """Return a parser with the arguments that ``run_steps`` reads."""
+def step_parser(
+    doc: str | None, name: str, *, may_start_together: bool = False
+) -> argparse.ArgumentParser:
+    """Return a parser with the arguments that ``run_steps`` reads.
+
+    Args:
+        doc: Of the benchmark; its first line is printed as help.
+        name: The benchmark's.
+        may_start_together: Whether engines take ``kv_gib`` and wait for their turn.
+    """
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     default = REPO_ROOT / "benchmarks" / "results" / f"{name}.json"
     parser.add_argument("--json", default=default, help="results, and what is done already")
     parser.add_argument("--step-timeout", type=float, metavar="S", help="give a step up after S s")
-    parser.add_argument("--together", type=int, default=1, help="engines to start at a time")
+    parser.set_defaults(together=1)
+    if may_start_together:
+        parser.add_argument("--together", type=int, help="engines to start at a time")
+        parser.add_argument("--kv-gib", type=float, help="KV cache of a rank")
     parser.add_argument("--step", help=argparse.SUPPRESS)
     parser.add_argument("--tasks", nargs="+", help=argparse.SUPPRESS)
     return parser

@@ -75,21 +75,14 @@ def engine_options(args: argparse.Namespace, layout: dict[str, Any]) -> dict[str
     options: dict[str, Any] = {**layout}
     if not is_cpu_build():
         options["worker_extension_cls"] = "communication.CommunicationProbe"
-    if args.kv_gib is not None:
-        # The utilisation is looked at no more, but for what must be free at the start.
-        options |= {
-            "kv_cache_memory_bytes": int(args.kv_gib * 2**30),
-            "gpu_memory_utilization": 0.05,
-        }
     if args.one_gpu and layout:
         pcp_worker = "vllm.v1.worker.pcp.gpu_worker.OneGpuPCPWorker"
         options |= {
             "worker_cls": pcp_worker if PCP in layout else "one_gpu.OneGpuWorker",
             "distributed_executor_backend": "mp",
             "disable_custom_all_reduce": True,
+            "gpu_memory_utilization": 0.85 / args.gpus,
         }
-        if args.kv_gib is None:
-            options["gpu_memory_utilization"] = 0.85 / args.gpus
     return options
 
 
@@ -109,6 +102,7 @@ def measure(
         enforce_eager=mode == "eager",
         max_model_len=max(args.lengths) + args.decode_tokens,
         max_num_batched_tokens=args.batched_tokens,
+        kv_gib=args.kv_gib,
         **options,
     )
     common["num_kv_tokens"] = num_kv_tokens(llm)
@@ -241,7 +235,7 @@ def select(args: argparse.Namespace) -> dict[str, list[str]]:
 
 def main() -> None:
     """Measure and print."""
-    parser = step_parser(__doc__, NAME)
+    parser = step_parser(__doc__, NAME, may_start_together=True)
     parser.set_defaults(step_timeout=540)
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--one-gpu", action="store_true", help="all ranks on GPU 0, to try it out")
@@ -254,7 +248,6 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 32768, 102400])
     parser.add_argument("--concurrencies", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--decode-tokens", type=int, default=256)
-    parser.add_argument("--kv-gib", type=float, help="KV cache of a rank, needed with --together")
     parser.add_argument("--batched-tokens", type=int, default=32768, help="most tokens of a step")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()

@@ -7,42 +7,45 @@ to itself, so a group of engines starts, and once all of them are idle each one 
 
 from __future__ import annotations
 
+import contextlib
 import os
-import select
-import sys
+import socket
 import time
-from subprocess import PIPE, Popen
+from subprocess import Popen
 from typing import Any
 
-_READY_FD = "BENCHMARK_READY_FD"
+_FD = "BENCHMARK_TURN_FD"
+# Taken away at once: an engine's own processes have no part in it.
+_descriptor = os.environ.pop(_FD, None)
 
 
 class Turn:
     """A subprocess that calls ``wait_for_turn``, seen from the process that started it."""
 
     def __init__(self, command: list[str], environ: dict[str, str], **options: Any) -> None:
-        self._ready, ready_end = os.pipe()
-        variables = {**environ, _READY_FD: str(ready_end)}
-        self.process = Popen(
-            command, stdin=PIPE, pass_fds=[ready_end], env=variables, text=True, **options
-        )
-        os.close(ready_end)
+        # Not the standard input: what a GPU's engine imports may replace that.
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            variables = {**environ, _FD: str(theirs.fileno())}
+            self.process = Popen(command, pass_fds=[theirs.fileno()], env=variables, **options)
 
     def wait_until_ready(self, deadline: float | None) -> None:
         """Wait until it waits for its turn, has ended, or ``time.monotonic()`` is past that."""
-        seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
-        select.select([self._ready], [], [], seconds)
-        os.close(self._ready)
+        if deadline is not None:
+            # Zero would mean not to wait at all, and be another error.
+            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+        # Who waits for its end finds out why there was no answer.
+        with contextlib.suppress(TimeoutError, ConnectionResetError):
+            self._socket.recv(1)
 
     def give(self) -> None:
         """Let it go on."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
+        self._socket.close()
 
 
 def wait_for_turn() -> None:
     """Say that this process is ready, and wait for its turn, if it was started to take one."""
-    ready_end = os.environ.pop(_READY_FD, None)
-    if ready_end is not None:
-        os.close(int(ready_end))
-        sys.stdin.read()
+    if _descriptor is not None:
+        with socket.socket(fileno=int(_descriptor)) as turn:
+            turn.send(b"1")
+            turn.recv(1)
