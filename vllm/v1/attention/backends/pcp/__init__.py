@@ -23,6 +23,16 @@ BACKENDS = {
     "TRITON_MLA": f"{__name__}.mla.triton_mla.PCPTritonMLABackend",
 }
 
+# Those that attend to a KV cache of which each rank has a part, D > 1: decodes return their
+# log-sum-exp, and prefills gather what others have.
+DCP_BACKENDS = (
+    "FLASH_ATTN_MLA",
+    "FLASHMLA",
+    "CUTLASS_MLA",
+    "FLASHINFER_MLA",
+    "TRITON_MLA",
+)
+
 
 def register_backends() -> None:
     """Put our classes into vLLM's registry, in a worker process and before it loads a model."""
