@@ -45,8 +45,7 @@ WORLDS = ((2, 1, 2, 1), (3, 1, 3, 1), (4, 1, 4, 4), (2, 2, 2, 1), (2, 2, 4, 1), 
 # Which rows the stock builders take for decodes.
 FAMILIES = {
     "FLASH_ATTN_MLA": (QueryLenSupport.VARLEN, 512),
-    "FLASHMLA and FLASHINFER_MLA": (QueryLenSupport.UNIFORM, 128),
-    "CUTLASS_MLA and TRITON_MLA": (QueryLenSupport.SINGLE_ONLY, 1),
+    "all others": (QueryLenSupport.UNIFORM, 128),
 }
 
 
