@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.packaging.conftest import Interpreter, interpreter  # noqa: F401
+from tests.conftest import Interpreter
 from tests.plugins.pcp.test_admission import DEEPSEEK, LLAMA
 
 pytestmark = pytest.mark.slow
@@ -49,7 +49,7 @@ def model(tmp_path: Path) -> Path:
     [(2, 1, 2), (3, 1, 3), (2, 2, 2), (2, 2, 4), (2, 2, 1), (1, 2, 2)],
 )
 def test_legal_sizes(
-    interpreter: Interpreter,  # noqa: F811
+    interpreter: Interpreter,
     model: Path,
     pcp: int,
     tp: int,
@@ -71,7 +71,7 @@ def test_legal_sizes(
     ],
 )
 def test_refusals(
-    interpreter: Interpreter,  # noqa: F811
+    interpreter: Interpreter,
     model: Path,
     flags: list[str],
     message: str,

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.packaging.conftest import Interpreter, interpreter  # noqa: F401
 from vllm.v1.attention.backends.pcp.partial_results import weigh
 
 HAS_GPU = torch.cuda.is_available()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.packaging.conftest import Interpreter, interpreter  # noqa: F401
+from tests.conftest import Interpreter
 from tests.v1.worker.gpu.pcp.test_manager import BATCHES, BLOCK_SIZE, make_batch
 
 # P, TP, D.
@@ -87,7 +87,7 @@ def written_by_ranks(
 @pytest.mark.parametrize("world", WORLDS, ids=lambda world: "pcp{}-tp{}-dcp{}".format(*world))
 @pytest.mark.parametrize("name", ["mixed", "many prefills"])
 def test_each_rank_writes_what_it_keeps_and_nothing_else(
-    interpreter: Interpreter,  # noqa: F811
+    interpreter: Interpreter,
     name: str,
     world: tuple[int, int, int],
     interleave: int,

@@ -4,6 +4,7 @@
 kv_gather  what they share: the mixins over a stock implementation and metadata builder
 flash_attn, flash_attn_diffkv, flashinfer, triton_attn, cpu_attn  one stock backend each
 mla        the same for backends that cache latents
+partial_results  merges what ranks get from their parts of the keys
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.packaging.conftest import Interpreter, interpreter  # noqa: F401
+from tests.conftest import Interpreter
 
 if TYPE_CHECKING:
     from vllm.distributed.pcp.kv_shards import KVShards
