@@ -189,7 +189,7 @@ class Scene:
             page_size=BLOCK_SIZE,
             max_tokens=max_tokens,
             shards=shards,
-            req_end=None if ends is None else np.array([ends[r] for r in np.unique(req)]),
+            req_end=None if ends is None else np.array(ends),
         )
         with pytest.MonkeyPatch.context() as patch:
             if not HAS_GPU:

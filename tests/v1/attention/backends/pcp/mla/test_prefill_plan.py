@@ -47,7 +47,7 @@ def plan(
         page_size=page_size,
         max_tokens=max_tokens,
         shards=shards,
-        req_end=None if ends is None else np.array([ends[r] for r in np.unique(req).tolist()]),
+        req_end=None if ends is None else np.array([ends[r] for r in range(len(ends))]),
     )
 
 

@@ -11,6 +11,9 @@ and to the context apart and merges; every row would read and up-project its con
 one, from the cache (``prefill_plan``), which also does away with the order of rows that the stock
 path asks for. A prefill backend without ``attend`` keeps the stock path, and rows out of order are
 told to it.
+
+Where ranks share the KV cache (D > 1), prefills read what this rank keeps, gather it over DCP and
+put it in order; decodes are those of ``shared_decode``.
 """
 
 from __future__ import annotations
@@ -199,8 +202,8 @@ class PlanPrefillMixin(_BuilderBase):
             page_size=self.page_size,
             max_tokens=self.chunked_prefill_workspace.shape[0],
             shards=self.shards,
-            # All of a request: what some rank attends to, each has to take part in gathering.
-            req_end=req_end[np.unique(row_req[rows])] if self.shards.world_size > 1 else None,
+            # What some rank attends to, each has to take part in gathering.
+            req_end=req_end if self.shards.world_size > 1 else None,
         )
         return PCPPrefillMetadata(
             **vars(prefill),

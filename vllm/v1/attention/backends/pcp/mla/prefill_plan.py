@@ -135,21 +135,21 @@ def plan_prefill(
     Args:
         row_start: ``[R]`` int32, position of each row's first token in its request.
         row_len: ``[R]`` int32, tokens of each row, > 0.
-        row_req: ``[R]`` int32, numbers of requests, in whose order these are read; rows of one do
+        row_req: ``[R]`` int32, numbers of requests, in whose order they are read; rows of one do
             not overlap.
         page_size: What a rank keeps of a piece starts at a multiple of it.
         max_tokens: Tokens of a batch, gathered padding included; at least ``page_size`` of each
             rank.
         shards: How ranks share the KV cache.
-        req_end: ``[num_reqs]`` int32, for each request that has rows, by number, its tokens after
-            this step. Not needed where ranks do not share.
+        req_end: ``[num_reqs]`` int32, tokens of each request, by number, after the step. None where
+            ranks do not share; where they do, each has rows of all requests that are planned.
     """
-    _, first_row, group = np.unique(row_req, return_index=True, return_inverse=True)
+    req, first_row, group = np.unique(row_req, return_index=True, return_inverse=True)
     rows = _Rows(row_start.astype(np.int64), row_start.astype(np.int64) + row_len, group)
     # Up to the end of its last row here.
     num_needed = np.zeros(first_row.shape[0], dtype=np.int64)
     np.maximum.at(num_needed, group, rows.end)
-    num_read = num_needed if req_end is None else req_end.astype(np.int64)
+    num_read = num_needed if req_end is None else req_end[req].astype(np.int64)
     pieces, bounds = _cut(num_read, shards, page_size=page_size, max_tokens=max_tokens)
     rows = _split(rows, pieces)
     num_queries = rows.end - rows.start
@@ -157,12 +157,12 @@ def plan_prefill(
     batches = []
     attended = np.zeros(num_queries.shape[0], dtype=np.int64)
     for low, high in bounds:
-        req, start = pieces.req[low:high], pieces.start[low:high]
-        end = np.minimum(pieces.end[low:high], num_needed[req])
+        piece_req, start = pieces.req[low:high], pieces.start[low:high]
+        end = np.minimum(pieces.end[low:high], num_needed[piece_req])
         cu_seqlens = _cumulated(np.maximum(end - start, 0))
         # Position in the batch of each row's piece; a batch has one piece of a request.
         position = np.full(first_row.shape[0], -1)
-        position[req] = np.arange(high - low)
+        position[piece_req] = np.arange(high - low)
         piece = position[rows.req]
         attends = (piece >= 0) & (start[piece] < rows.end)
         attended += attends
@@ -182,7 +182,7 @@ def plan_prefill(
         batches.append(
             KeyBatch(
                 num_tokens=int(cu_seqlens[-1]),
-                row=first_row[req].astype(np.int32),
+                row=first_row[piece_req].astype(np.int32),
                 start=(start // shards.world_size).astype(np.int32),
                 cu_seqlens=cu_seqlens,
                 cu_kept=_cumulated(shards.num_kept(pieces.end[low:high] - start, rank=0)),
