@@ -1,32 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Looks into GPU workers: how long a KV gather takes, how much of a step is communication.
 
-``worker_extension_cls="communication.CommunicationProbe"`` adds the methods to any worker class.
+``worker_extension_cls="communication.CommunicationProbe"`` adds the methods to any worker class,
+beside those of ``dummy_weights.ExpertProbe``.
 """
 
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from dummy_weights import ExpertProbe
 from harness import cuda_event
 from torch.profiler import ProfilerActivity, profile
 
 from vllm.distributed.pcp.kv_gather import get_kv_gather
 
-if TYPE_CHECKING:
-    from vllm.v1.worker.pcp.gpu_worker import PCPWorker
-
-    _Base = PCPWorker
-else:
-    _Base = object
-
 # Parts of the names of kernels that move data between GPUs: NCCL's, and vLLM's own all-reduce.
 COMMUNICATION = ("nccl", "cross_device_reduce", "all_reduce", "allreduce", "multimem")
 
 
-class CommunicationProbe(_Base):
+class CommunicationProbe(ExpertProbe):
     """Methods for ``LLM.collective_rpc``; all ranks run them together."""
 
     def time_kv_gather(self, num_tokens: int, num_repeats: int) -> dict[str, float | list[float]]:

@@ -31,7 +31,8 @@ def start_engine(model: str, **options: Any) -> LLM:
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     defaults: dict[str, Any] = {
-        "load_format": "dummy",
+        "load_format": "dummy_routed",
+        "worker_extension_cls": "dummy_weights.ExpertProbe",  # makes workers know the format
         "skip_tokenizer_init": True,
         "enable_prefix_caching": False,
         "disable_log_stats": False,  # time_per_output_token reads them

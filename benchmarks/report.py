@@ -14,6 +14,7 @@ from textwrap import dedent
 from typing import Any
 
 from ttft_cpu import LAYOUTS, times
+from ttft_gpus_report import ONE
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -78,29 +79,101 @@ def kv_capacity(result: dict[str, Any]) -> list[str]:
 
 def equality(result: dict[str, Any]) -> list[str]:
     """The same answers on a GPU."""
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
     for case in result["cases"]:
-        groups[case["backend"], case["kv_dtype"]].append(case)
+        # Results of dense GQA from before there were other models lack some keys.
+        model = case.get("model", "gqa")
+        groups[model, case["backend"], case["kv_dtype"]].append(case)
     rows = []
-    for (backend, kv_dtype), cases in sorted(groups.items()):
-        plain = [case["error"] for case in cases if case["size"] == 1]
+    for names, cases in sorted(groups.items()):
+        plain = [case.get("error_alone", case["error"]) for case in cases if case["size"] == 1]
         split = [case for case in cases if case["size"] > 1]
         num_ok = sum(case["verdict"] == "ok" for case in split)
         num_other = sum(case["differ"] for case in split)
         num_outputs = sum(case["outputs"] for case in split)
+        ways = [(case["graphs"], case.get("experts", "sliced")) for case in split]
         rows.append(
             (
-                backend,
-                kv_dtype,
-                ", ".join(dict.fromkeys(case["graphs"] for case in cases)),
+                *names,
+                ", ".join(
+                    graphs if experts == "sliced" else f"{graphs} with EP"
+                    for graphs, experts in dict.fromkeys(ways)
+                ),
                 f"{num_ok} of {len(split)}",
                 f"{max(case['error'] for case in split):.3f}",
                 f"{min(plain):.3f} to {max(plain):.3f}",
                 f"{num_other} of {num_outputs}",
             )
         )
-    heads = ("backend", "KV", "graphs", "ok", "largest error", "with P = 1", "another token")
+    heads = ("model", "backend", "KV", "graphs", "ok", "largest error", "with P = 1", "other token")
     return table(heads, rows)
+
+
+def by_layout(result: dict[str, Any], kind: str, x: str, digits: int) -> list[str]:
+    """A line for each shape, mode and x: one layout beside the other."""
+    lines: dict[tuple[Any, ...], dict[str, str]] = defaultdict(dict)
+    for row in result[kind]:
+        text = milliseconds(row, digits)
+        if row["layout"] != ONE and row["speed_up"] is not None:
+            text += f", {row['speed_up']:.2f}x"
+        lines[row["shape"], row["mode"], row[x]][row["layout"]] = text
+    layouts = list(dict.fromkeys(row["layout"] for row in result[kind]))
+    rows = [
+        (*place, *(line.get(layout, "") for layout in layouts)) for place, line in lines.items()
+    ]
+    return table(("shape", "mode", x.replace("num_", ""), *layouts), rows)
+
+
+def ttft_gpus(result: dict[str, Any]) -> list[str]:
+    """Several GPUs."""
+    lines = by_layout(result, "ttft", "num_tokens", 1)
+    if result["decode"]:
+        lines += by_layout(result, "decode", "concurrency", 2)
+    return lines
+
+
+def layer_profile(result: dict[str, Any]) -> list[str]:
+    """What a layer costs."""
+    rows = []
+    for row in result["rows"]:
+        layer = row["layer"]
+        times = (f"{1e3 * layer[f'{key}_seconds']:.3f}" for key in ("host", "gpu", "kernel"))
+        counts = (f"{layer[f'num_{key}']:.1f}" for key in ("launches", "kernels", "collectives"))
+        rows.append((row["shape"], row["num_tokens"], row["layout"], *times, *counts))
+    heads = ("shape", "tokens", "layout", "host, ms", "GPU, ms", "kernels, ms")
+    return table((*heads, "launches", "kernels", "collectives"), rows)
+
+
+def rival(result: dict[str, Any]) -> list[str]:
+    """Ours and a later vLLM's."""
+    rows = [
+        (
+            pair["kind"],
+            pair["mode"],
+            pair["number"],
+            pair["pcp_world_size"],
+            *(milliseconds(pair[whose], 2) if whose in pair else "" for whose in ("ours", "rival")),
+            f"{pair['speed_up']:.2f}x" if "speed_up" in pair else "",
+        )
+        for pair in result["pairs"]
+    ]
+    heads = ("", "mode", "tokens or requests", "P", "ours, ms", "vLLM 0.26.0, ms", "ours faster")
+    return table(heads, rows)
+
+
+def mla_prefill(result: dict[str, Any]) -> list[str]:
+    """The context of a request, up-projected once or twice."""
+    lines: dict[tuple[int, int], dict[str, Any]] = defaultdict(dict)
+    for row in result["slowest"]:
+        lines[row["num_tokens"], row["pcp_world_size"]][row["path"]] = row["seconds"]
+    rows = []
+    for (num_tokens, size), paths in sorted(lines.items()):
+        line = [f"{num_tokens // 1024}k", str(size), milliseconds(paths["by row"], 2), "", ""]
+        if "planned" in paths:
+            saved = 1 - paths["planned"]["median"] / paths["by row"]["median"]
+            line[3:] = [milliseconds(paths["planned"], 2), f"{100 * saved:.1f} %"]
+        rows.append(line)
+    return table(("tokens", "P", "by row, ms", "planned, ms", "saved"), rows)
 
 
 def ttft_cpu(result: dict[str, Any]) -> list[str]:
@@ -188,6 +261,54 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], list[str]]], ...
         11.7 is stock vLLM's, P = 1 with FULL graphs and FLASH_ATTN.
         """,
         equality,
+    ),
+    (
+        "equality_mla_moe_h200",
+        "One H200: the same answers, MLA and experts",
+        """
+        Small DeepSeek-V2-style, Qwen3-MoE-style, GLM-4.5-style and gpt-oss-style models, judged the
+        same way. The error with P = 1 is that of prompts that ran alone. Where tokens are routed, a
+        near-tie between experts is a jump: there the worst error may be four times that of P = 1,
+        the mean twice. EP: whole experts on each rank.
+        """,
+        equality,
+    ),
+    (
+        "ttft_gpus_h200",
+        "Two H200s: time to first token, time per output token",
+        """
+        Dummy weights, routers that route tokens to all experts, bf16, 32768 tokens a step, one
+        request at a time, one output token; decode: prompts of one token, 256 out. TP is stock
+        vLLM's. Factors are to one GPU, of means.
+        """,
+        ttft_gpus,
+    ),
+    (
+        "layer_profile_h200",
+        "What a layer costs in a partitioned prefill",
+        """
+        Eager; a layer of experts, as the difference of two depths. Host: time to enqueue it. Rank
+        0.
+        """,
+        layer_profile,
+    ),
+    (
+        "rival_h200",
+        "One H200: beside the PCP of vLLM 0.26.0",
+        """
+        DeepSeek-V2-Lite shape, all ranks on one GPU, talking through sockets: the work of all ranks
+        and their communication, not time to first token on several GPUs.
+        """,
+        rival,
+    ),
+    (
+        "mla_prefill_h200",
+        "One H200: context of a request up-projected once for its two rows",
+        """
+        Prefill attention of one layer of DeepSeek-V2-Lite's shape, all steps of a prompt, 32768
+        tokens a step; the slowest rank, ranks one at a time. By row: vLLM's own path.
+        """,
+        mla_prefill,
     ),
     (
         "layout_overhead",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model shapes to time with dummy weights, and a small checkpoint whose tokens mean something.
+"""Model shapes to time with dummy weights.
 
-A folder with nothing but a ``config.json`` is enough for ``load_format="dummy"``.
+A folder with nothing but a ``config.json`` is enough for ``dummy_weights.LOAD_FORMAT``.
 """
 
 from __future__ import annotations
@@ -24,6 +24,68 @@ _QWEN3 = {
     "vocab_size": 151936,
 }
 
+# DeepSeek-V2-Lite, published configuration.
+_DEEPSEEK_V2_LITE = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 102400,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 1408,
+    "num_experts_per_tok": 6,
+    "scoring_func": "softmax",
+    "topk_method": "greedy",
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "max_position_embeddings": 163840,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+    },
+    "tie_word_embeddings": False,
+}
+
+# Qwen3-30B-A3B, published configuration but for the positions.
+_QWEN3_30B_A3B = _QWEN3 | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "tie_word_embeddings": False,
+}
+
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-8b": _QWEN3
     | {
@@ -43,7 +105,35 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "tie_word_embeddings": True,
     },
+    "deepseek-v2-lite": _DEEPSEEK_V2_LITE,
+    "qwen3-30b-a3b": _QWEN3_30B_A3B,
     # To try a benchmark out.
+    "tiny-mla": _DEEPSEEK_V2_LITE
+    | {
+        "vocab_size": 1024,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 256,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "n_routed_experts": 16,
+        "moe_intermediate_size": 128,
+    },
+    "tiny-moe": _QWEN3_30B_A3B
+    | {
+        "vocab_size": 1024,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "num_experts": 16,
+        "moe_intermediate_size": 128,
+    },
     "tiny": _QWEN3
     | {
         "hidden_size": 256,
@@ -56,43 +146,25 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 
-# Wide initialisation separates the logits, so that greedy tokens depend on every layer.
-_CHECKPOINT: dict[str, Any] = {
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "vocab_size": 2048,
-    "max_position_embeddings": 8192,
-    "initializer_range": 0.1,
-    "tie_word_embeddings": False,
-}
-CHECKPOINT_VOCAB_SIZE = 2048
+# Which of ``checkpoints.KINDS`` is built as a shape is.
+_KINDS = {"Qwen3ForCausalLM": "gqa", "DeepseekV2ForCausalLM": "mla", "Qwen3MoeForCausalLM": "moe"}
 
 
-def model_folder(shape: str) -> str:
-    """Return a folder that holds the configuration of a shape, always the same one."""
-    folder = _folder(shape)
-    (folder / "config.json").write_text(json.dumps(SHAPES[shape], indent=2))
-    return str(folder)
+def kind(shape: str) -> str:
+    """Return the kind of model of a shape, one of ``checkpoints.KINDS``."""
+    return _KINDS[SHAPES[shape]["architectures"][0]]
 
 
-def random_checkpoint() -> str:
-    """Return a folder with a small random Qwen3 checkpoint, made on the first call."""
-    folder = _folder("checkpoint")
-    if not (folder / "model.safetensors").exists():
-        import torch
-        from transformers import Qwen3Config, Qwen3ForCausalLM
+def model_folder(shape: str, **changes: Any) -> str:
+    """Return a folder that holds the configuration of a shape, always the same one.
 
-        torch.manual_seed(0)
-        Qwen3ForCausalLM(Qwen3Config(**_CHECKPOINT)).bfloat16().save_pretrained(folder)
-    return str(folder)
-
-
-def _folder(name: str) -> Path:
+    Args:
+        shape: One of ``SHAPES``.
+        **changes: Entries of the configuration that are to be others.
+    """
     # At a fixed place: vLLM's cache of compiled models depends on the path.
+    name = "-".join([shape, *(f"{key}-{value}" for key, value in changes.items())])
     folder = Path(tempfile.gettempdir()) / "vllm_pcp_benchmarks" / name
     folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape] | changes, indent=2))
+    return str(folder)

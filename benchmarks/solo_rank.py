@@ -4,7 +4,8 @@
 The engine has one rank, and its worker is told which rank of how many it plays. All of our code and
 all kernels run as on that rank of P: the same rows, the same slots, the same gathered bytes written
 to the cache. Only the collectives send nothing, and the KV rows of other ranks are random numbers.
-So the tokens are wrong, and the time is a rank's critical path less communication.
+So the tokens are wrong, and the time is a rank's critical path less communication. Experts are not
+shared here: dense models only, with MLA or without.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from vllm.distributed import parallel_state
 from vllm.distributed.parallel_state import GroupCoordinator, get_pcp_group
 from vllm.distributed.pcp import kv_gather
 from vllm.distributed.pcp.kv_gather import KVGather
+from vllm.distributed.pcp.step import REPLICATED, set_step_state
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
+from vllm.v1.attention.backends.pcp.mla.latent import PlanPrefillMixin
 from vllm.v1.worker.gpu.pcp.manager import PCPManager
 
 if TYPE_CHECKING:
@@ -127,6 +130,8 @@ class SoloRankWorker(_Worker):
         is_stock = pcp_world_size == 1
         if is_stock != self._is_stock:
             self._swap_classes(is_stock)
+            self.prefill_as_stock(is_stock)
+            set_step_state(REPLICATED)
         runner = self.model_runner
         runner.pcp = SoloPCPManager(self.vllm_config, self.device)
         layers = self._attention_layers()
@@ -151,6 +156,16 @@ class SoloRankWorker(_Worker):
         for layer, impl in zip(layers, impls, strict=True):
             layer.impl = impl
         self._is_stock = is_stock
+
+    def prefill_as_stock(self, is_stock: bool) -> None:
+        """Let vLLM's own builders plan MLA prefills, a row at a time, or ours again."""
+        for groups in self.model_runner.attn_groups:
+            for group in groups:
+                builder = group.get_metadata_builder(0)
+                if isinstance(builder, PlanPrefillMixin):
+                    vars(builder).pop("build", None)
+                    if is_stock:
+                        vars(builder)["build"] = _stock_class(builder).build.__get__(builder)
 
     def _attention_layers(self) -> list[Any]:
         """Return the model's attention layers, none before it is loaded."""

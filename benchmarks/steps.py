@@ -43,6 +43,7 @@ def run_steps(
     steps: Mapping[str, Sequence[str]],
     measure: Measure,
     summarise: Summarise,
+    environ: Callable[[str], Mapping[str, str]] = lambda step: {},
 ) -> list[Row]:
     """Measure what the JSON file lacks, and return all of its rows.
 
@@ -52,6 +53,7 @@ def run_steps(
         steps: Tasks of each step, in the order to run them.
         measure: Starts the engine of a step and measures tasks on it.
         summarise: Gives what readers look for, from all rows.
+        environ: Gives variables to set for a step, beside those of this process.
     """
     if args.step is not None:
         _run_tasks(args, name, measure, summarise)
@@ -61,7 +63,8 @@ def run_steps(
         missing = [task for task in tasks if task not in done]
         if missing:
             print(f"{step}: {', '.join(missing)}", flush=True)
-            _run_subprocess(["--step", step, "--tasks", *missing], args.step_timeout)
+            arguments = ["--step", step, "--tasks", *missing]
+            _run_subprocess(arguments, args.step_timeout, environ(step))
     return read_rows(args.json)
 
 
@@ -83,9 +86,15 @@ def _run_tasks(args: argparse.Namespace, name: str, measure: Measure, summarise:
         write_json(args.json, name, rows, **summarise(rows))
 
 
-def _run_subprocess(arguments: list[str], timeout: float | None) -> None:
+def _run_subprocess(
+    arguments: list[str], timeout: float | None, environ: Mapping[str, str]
+) -> None:
     """Run this script for one step; a step that fails or takes too long leaves the others alone."""
-    process = subprocess.Popen([sys.executable, *sys.argv, *arguments], start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, *sys.argv, *arguments],
+        start_new_session=True,
+        env={**os.environ, **environ},
+    )
     try:
         status: int | str = process.wait(timeout)
     except subprocess.TimeoutExpired:

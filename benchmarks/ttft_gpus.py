@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time to first token and per output token on the GPUs of one host: one GPU, PCP = n, TP = n.
 
-    python benchmarks/ttft_gpus.py --gpus 2 [--modes eager graphs] [--lengths 4096 32768]
+    python benchmarks/ttft_gpus.py --gpus 2 --shapes deepseek-v2-lite --modes eager --measures ttft
 
-Dummy weights, bf16, prefix caching off, at most 32768 tokens a step. TTFT: one request at a time,
-one output token, after two warm-ups. Decode: prompts of one token, 256 out, 1, 16 or 64 at a time;
-TPOT without the first token. The eager engines also time the KV gather of a layer alone, and the
-kernels of one prefill, to see how much of it is communication. ``equality`` compares the greedy
-tokens of PCP with those of one GPU on a small checkpoint.
+Dummy weights that route tokens to all experts, bf16, prefix caching off, at most 32768 tokens a
+step. TTFT: one request at a time, one output token, after two warm-ups. Decode: prompts of one
+token, 256 out, 1, 16 or 64 at a time; TPOT without the first token. The eager engines also time the
+KV gather of a layer alone, and the kernels of one prefill, to see how much of it is communication,
+and how evenly tokens go to the experts. ``equality`` compares the greedy tokens of PCP with those
+of one GPU on a small checkpoint of the shape's kind; with dense MLA, what ran together is no
+yardstick (one GPU may be wrong there).
 
-One engine a layout and mode, in a subprocess; a run that was cut short goes on where it was. With
+"EP" gives whole experts to a rank; PCP and TP without it give each rank a slice of every expert.
+
+One engine a shape, layout and mode, in a subprocess; a run that was cut short goes on where it was.
+To be expected of an engine, on H200s: a minute to start, two with graphs, TTFT of all lengths half
+a minute to a minute, decode a minute. Figures are printed, and kept, as they come. With
 ``--one-gpu`` all ranks share GPU 0: that tries the script, its times say nothing.
 """
 
@@ -18,10 +24,10 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Iterator, Sequence
-from math import prod
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from checkpoints import KINDS, VOCAB_SIZE, checkpoint_folder
 from engine import (
     generate,
     greedy,
@@ -33,41 +39,48 @@ from engine import (
     time_per_output_token,
     time_to_first_token,
 )
-from shapes import CHECKPOINT_VOCAB_SIZE, SHAPES, model_folder, random_checkpoint
+from shapes import SHAPES, kind, model_folder
 from steps import Row, run_steps, step_parser
 from ttft_gpus_report import EQUALITY, MODES, ONE, print_report, summarise
 
 if TYPE_CHECKING:
-    from vllm import LLM
+    from vllm import LLM, RequestOutput
 
 NAME = "ttft_gpus"
 NUM_WARMUPS = 2
 PCP, TP = "prefill_context_parallel_size", "tensor_parallel_size"
+EP = "enable_expert_parallel"
 # Prompts for comparing tokens: around 2P, around blocks of 16, in one step and in several.
 EQUALITY_LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33, 100, 257, 1000, 2047, 2500, 5000)
 EQUALITY_TOKENS = 16
+DEFAULT_SHAPES = ("qwen3-8b", "deepseek-v2-lite", "qwen3-30b-a3b")
 
 
-def layouts(num_gpus: int) -> dict[str, dict[str, int]]:
-    """Return the ranks of each layout, in the order in which they are measured."""
-    several = {f"PCP{num_gpus}": {PCP: num_gpus}, f"TP{num_gpus}": {TP: num_gpus}}
+def layouts(shape: str, num_gpus: int) -> dict[str, dict[str, Any]]:
+    """Return the layouts of a shape as arguments of the engine, in the order of measuring."""
+    several: dict[str, dict[str, Any]] = {
+        f"PCP{num_gpus}": {PCP: num_gpus},
+        f"TP{num_gpus}": {TP: num_gpus},
+    }
+    if KINDS[kind(shape)].has_experts:
+        several[f"PCP{num_gpus} EP"] = {PCP: num_gpus, EP: True}
     if num_gpus == 4:
         several["TP2xPCP2"] = {TP: 2, PCP: 2}
     return {ONE: {}, **several}
 
 
-def engine_options(args: argparse.Namespace, ranks: dict[str, int]) -> dict[str, Any]:
-    """Return a layout as arguments of the engine."""
-    options: dict[str, Any] = {**ranks}
+def engine_options(args: argparse.Namespace, layout: dict[str, Any]) -> dict[str, Any]:
+    """Return a layout as arguments of the engine, with what all engines get here."""
+    options: dict[str, Any] = {**layout}
     if not is_cpu_build():
         options["worker_extension_cls"] = "communication.CommunicationProbe"
-    if args.one_gpu and ranks:
+    if args.one_gpu and layout:
         pcp_worker = "vllm.v1.worker.pcp.gpu_worker.OneGpuPCPWorker"
         options |= {
-            "worker_cls": pcp_worker if PCP in ranks else "one_gpu.OneGpuWorker",
+            "worker_cls": pcp_worker if PCP in layout else "one_gpu.OneGpuWorker",
             "distributed_executor_backend": "mp",
             "disable_custom_all_reduce": True,
-            "gpu_memory_utilization": 0.85 / prod(ranks.values()),
+            "gpu_memory_utilization": 0.85 / args.gpus,
         }
     return options
 
@@ -75,39 +88,43 @@ def engine_options(args: argparse.Namespace, ranks: dict[str, int]) -> dict[str,
 def measure(
     args: argparse.Namespace, step: str, tasks: Sequence[str]
 ) -> Iterator[tuple[str, list[Row]]]:
-    """Run tasks, ``kind/number``, on a layout and mode."""
-    layout, _, mode = step.partition("/")
-    ranks = layouts(args.gpus)[layout]
+    """Run tasks, ``kind/number``, on a shape, layout and mode."""
+    shape, layout, mode = step.split("/")
+    ranks = layouts(shape, args.gpus)[layout]
     options = engine_options(args, ranks)
+    common: Row = {"shape": shape, "layout": layout, "mode": mode}
     if mode == EQUALITY:
-        yield tasks[0], [{"layout": layout, **greedy_tokens(options, is_pcp=PCP in ranks)}]
+        yield tasks[0], [{**common, **greedy_tokens(kind(shape), options, is_pcp=PCP in ranks)}]
         return
     llm = start_engine(
-        model_folder(args.shape),
+        model_folder(shape),
         enforce_eager=mode == "eager",
         max_model_len=max(args.lengths) + args.decode_tokens,
         max_num_batched_tokens=args.batched_tokens,
         **options,
     )
-    common = {"layout": layout, "mode": mode, "num_kv_tokens": num_kv_tokens(llm)}
+    common["num_kv_tokens"] = num_kv_tokens(llm)
+    args.vocab_size = SHAPES[shape]["vocab_size"]
     for task in tasks:
-        kind, _, number = task.partition("/")
-        row = MEASURES[kind](llm, args, int(number))
-        if kind == "ttft" and PCP in ranks:
+        measured, _, number = task.partition("/")
+        row = MEASURES[measured](llm, args, int(number))
+        if measured == "ttft" and PCP in ranks:
             require_partitioned_steps(llm)
-        yield task, [{**common, "kind": kind, **row}]
+        if measured in ("ttft", "decode"):
+            print(f"{step} {task}: {1e3 * median(row['seconds']):.1f} ms", flush=True)
+        yield task, [{**common, "kind": measured, **row}]
 
 
 def measure_ttft(llm: LLM, args: argparse.Namespace, num_tokens: int) -> Row:
     """Time one request at a time."""
-    (prompt,) = random_prompts([num_tokens], SHAPES[args.shape]["vocab_size"])
+    (prompt,) = random_prompts([num_tokens], args.vocab_size)
     seconds = [time_to_first_token(llm, prompt) for _ in range(NUM_WARMUPS + args.repeats)]
     return {"num_tokens": num_tokens, "seconds": seconds[NUM_WARMUPS:]}
 
 
 def measure_decode(llm: LLM, args: argparse.Namespace, concurrency: int) -> Row:
     """Time requests of one token in and many out."""
-    prompts = random_prompts([1] * concurrency, SHAPES[args.shape]["vocab_size"])
+    prompts = random_prompts([1] * concurrency, args.vocab_size)
     seconds = [time_per_output_token(llm, prompts, args.decode_tokens) for _ in range(4)]
     return {"concurrency": concurrency, "seconds": seconds[1:]}
 
@@ -122,7 +139,7 @@ def measure_gather(llm: LLM, args: argparse.Namespace, num_tokens: int) -> Row:
 
 def measure_trace(llm: LLM, args: argparse.Namespace, num_tokens: int) -> Row:
     """Record the kernels of one prefill on every rank."""
-    (prompt,) = random_prompts([num_tokens], SHAPES[args.shape]["vocab_size"])
+    (prompt,) = random_prompts([num_tokens], args.vocab_size)
     llm.collective_rpc("start_kernel_trace")
     seconds = time_to_first_token(llm, prompt)
     return {
@@ -132,26 +149,45 @@ def measure_trace(llm: LLM, args: argparse.Namespace, num_tokens: int) -> Row:
     }
 
 
+def measure_experts(llm: LLM, args: argparse.Namespace, num_tokens: int) -> Row:
+    """See how evenly the tokens of one prefill go to the experts."""
+    (prompt,) = random_prompts([num_tokens], args.vocab_size)
+    llm.collective_rpc("watch_experts")
+    time_to_first_token(llm, prompt)
+    return {"num_tokens": num_tokens, "busiest_experts": llm.collective_rpc("busiest_experts")[0]}
+
+
 MEASURES = {
     "ttft": measure_ttft,
     "decode": measure_decode,
     "gather": measure_gather,
     "trace": measure_trace,
+    "experts": measure_experts,
 }
 
 
-def greedy_tokens(options: dict[str, Any], *, is_pcp: bool) -> Row:
-    """Return tokens and their logprobs from the checkpoint, all prompts together in short steps."""
+def greedy_tokens(kind: str, options: dict[str, Any], *, is_pcp: bool) -> Row:
+    """Return tokens and logprobs of prompts that run alone, then all together, in short steps."""
     llm = start_engine(
-        random_checkpoint(),
+        checkpoint_folder(kind),
         load_format="auto",
         enforce_eager=True,
         max_num_batched_tokens=2048,
         **options,
     )
-    prompts = random_prompts(EQUALITY_LENGTHS, CHECKPOINT_VOCAB_SIZE)
+    prompts = random_prompts(EQUALITY_LENGTHS, VOCAB_SIZE)
+    params = greedy(EQUALITY_TOKENS, logprobs=0)
+    alone = [output for prompt in prompts for output in generate(llm, [prompt], params)]
+    together = generate(llm, prompts, params)
+    if is_pcp:
+        require_partitioned_steps(llm)
+    return {"kind": EQUALITY, "alone": answers(alone), "together": answers(together)}
+
+
+def answers(outputs: Sequence[RequestOutput]) -> Row:
+    """Return the tokens of each output, and their logprobs."""
     tokens, logprobs = [], []
-    for output in generate(llm, prompts, greedy(EQUALITY_TOKENS, logprobs=0)):
+    for output in outputs:
         completion = output.outputs[0]
         assert completion.logprobs is not None
         tokens.append(list(completion.token_ids))
@@ -162,19 +198,37 @@ def greedy_tokens(options: dict[str, Any], *, is_pcp: bool) -> Row:
                 if position is not None
             ]
         )
-    if is_pcp:
-        require_partitioned_steps(llm)
-    return {"kind": "equality", "tokens": tokens, "logprobs": logprobs}
+    return {"tokens": tokens, "logprobs": logprobs}
 
 
-def tasks_of(args: argparse.Namespace, mode: str, ranks: dict[str, int]) -> list[str]:
+def tasks_of(args: argparse.Namespace, step: str) -> list[str]:
     """Return what is measured on one engine."""
-    tasks = [f"ttft/{n}" for n in args.lengths] + [f"decode/{n}" for n in args.concurrencies]
-    if mode == "eager" and ranks and not is_cpu_build():
-        tasks += [f"trace/{n}" for n in args.lengths]
+    shape, layout, mode = step.split("/")
+    if mode == EQUALITY:
+        return ["tokens"]
+    ranks = layouts(shape, args.gpus)[layout]
+    numbers: dict[str, Sequence[int]] = {"ttft": args.lengths, "decode": args.concurrencies}
+    if mode == "eager" and not is_cpu_build():
+        if ranks:
+            numbers["trace"] = args.lengths
         if list(ranks) == [PCP]:
-            tasks += [f"gather/{n}" for n in args.lengths if n <= args.batched_tokens]
-    return tasks
+            numbers["gather"] = [n for n in args.lengths if n <= args.batched_tokens]
+        if ranks and KINDS[kind(shape)].has_experts:
+            numbers["experts"] = args.lengths[:1]
+    return [f"{name}/{n}" for name in args.measures for n in numbers.get(name, ())]
+
+
+def select(args: argparse.Namespace) -> dict[str, list[str]]:
+    """Return the engines asked for, and what is measured on each."""
+    steps = {}
+    for shape in args.shapes:
+        for mode in args.modes:
+            for layout, ranks in layouts(shape, args.gpus).items():
+                is_asked_for = args.layouts is None or layout in args.layouts
+                if is_asked_for and (mode != EQUALITY or not ranks or PCP in ranks):
+                    step = f"{shape}/{layout}/{mode}"
+                    steps[step] = tasks_of(args, step)
+    return steps
 
 
 def main() -> None:
@@ -183,10 +237,12 @@ def main() -> None:
     parser.set_defaults(step_timeout=540)
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--one-gpu", action="store_true", help="all ranks on GPU 0, to try it out")
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=DEFAULT_SHAPES)
     parser.add_argument(
         "--modes", nargs="+", choices=(*MODES, EQUALITY), default=(*MODES, EQUALITY)
     )
+    parser.add_argument("--layouts", nargs="+", help='such as "PCP2 EP"; all by default')
+    parser.add_argument("--measures", nargs="+", choices=MEASURES, default=list(MEASURES))
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 32768, 102400])
     parser.add_argument("--concurrencies", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--decode-tokens", type=int, default=256)
@@ -194,17 +250,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
 
-    steps = {}
-    for mode in args.modes:
-        for layout, ranks in layouts(args.gpus).items():
-            if mode != EQUALITY:
-                steps[f"{layout}/{mode}"] = tasks_of(args, mode, ranks)
-            elif not ranks or PCP in ranks:
-                steps[f"{layout}/{mode}"] = ["tokens"]
     rows = run_steps(
         args,
         NAME,
-        steps,
+        select(args),
         functools.partial(measure, args),
         functools.partial(summarise, args.gpus),
     )

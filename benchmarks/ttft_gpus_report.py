@@ -15,7 +15,8 @@ ONE = "one GPU"
 MODES = ("eager", "graphs")
 EQUALITY = "equality"
 BARS = (
-    "PCP of two: 1.8x at 4k, 1.9x at 8k, 1.95x at 32k and 100k; of four: 3.7x at 32k.",
+    "Dense GQA, PCP of two: 1.8x at 4k, 1.9x at 8k, 1.95x at 32k and 100k; of four: 3.7x at 32k.",
+    "MLA and experts, PCP of two: not slower than one GPU at 4k, 1.8x at 32k.",
     "PCP ahead of TP from 8k on; TPOT within 2 % of one GPU's.",
 )
 
@@ -23,10 +24,12 @@ BARS = (
 def summarise(num_gpus: int, rows: Sequence[Row]) -> dict[str, Any]:
     """Return the figures of the tables, and speed-ups (eager, if measured) as a plot."""
     ttft = compared_with_one_gpu(rows, "ttft", "num_tokens")
+    shapes = {row["shape"] for row in ttft}
     lines: dict[str, list[list[float]]] = {}
     for row in ttft:
         if row["mode"] == ttft[0]["mode"] and row["layout"] != ONE and row["speed_up"]:
-            line = lines.setdefault(row["layout"], [[], []])
+            name = row["layout"] if len(shapes) == 1 else f"{row['shape']}, {row['layout']}"
+            line = lines.setdefault(name, [[], []])
             line[0].append(row["num_tokens"])
             line[1].append(row["speed_up"])
     lengths = sorted({row["num_tokens"] for row in ttft})
@@ -42,16 +45,20 @@ def summarise(num_gpus: int, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def compared_with_one_gpu(rows: Sequence[Row], kind: str, x: str) -> list[Row]:
-    """Return mean, P99, spread and speed-up of one kind of rows, by mode and ``x``."""
+    """Return mean, P99, spread and speed-up of one kind of rows, by shape, mode and ``x``."""
     rows = [row for row in rows if row["kind"] == kind]
-    one_gpu = {(row["mode"], row[x]): mean(row["seconds"]) for row in rows if row["layout"] == ONE}
+
+    def place(row: Row) -> tuple[Any, ...]:
+        return row["shape"], MODES.index(row["mode"]), row[x]
+
+    one_gpu = {place(row): mean(row["seconds"]) for row in rows if row["layout"] == ONE}
     summary = []
-    for row in sorted(rows, key=lambda row: (MODES.index(row["mode"]), row[x])):
+    for row in sorted(rows, key=place):
         seconds = mean(row["seconds"])
-        base = one_gpu.get((row["mode"], row[x]))
+        base = one_gpu.get(place(row))
         summary.append(
             {
-                **{key: row[key] for key in ("mode", x, "layout")},
+                **{key: row[key] for key in ("shape", "mode", x, "layout")},
                 "mean": seconds,
                 "p99": float(np.percentile(row["seconds"], 99)),
                 **spread(row["seconds"]),
@@ -81,6 +88,7 @@ def print_report(num_gpus: int, rows: Sequence[Row]) -> None:
     print_decode(rows)
     print_gather(num_gpus, rows)
     print_trace(rows)
+    print_experts(rows)
     print_equality(rows)
     print("\n".join(BARS))
 
@@ -101,9 +109,20 @@ def print_ttft(num_gpus: int, rows: Sequence[Row]) -> None:
         speed_up, of_ideal = "", ""
         if row["speed_up"] is not None and row["layout"] != ONE:
             speed_up, of_ideal = f"{row['speed_up']:.2f}x", f"{row['speed_up'] / num_gpus:.1%}"
-        names = [row["mode"], row["num_tokens"], row["layout"]]
+        names = [row["shape"], row["mode"], row["num_tokens"], row["layout"]]
         table.append([*names, *times, row["n"], speed_up, of_ideal])
-    headers = ["mode", "tokens", "layout", "mean", "P99", "std", "n", "speed-up", "of ideal"]
+    headers = [
+        "shape",
+        "mode",
+        "tokens",
+        "layout",
+        "mean",
+        "P99",
+        "std",
+        "n",
+        "speed-up",
+        "of ideal",
+    ]
     print_section("Time to first token, ms", headers, table)
 
 
@@ -113,9 +132,9 @@ def print_decode(rows: Sequence[Row]) -> None:
     for row in compared_with_one_gpu(rows, "decode", "concurrency"):
         times = [1e3 * row[key] for key in ("mean", "p99", "std")]
         ratio = "" if row["speed_up"] is None else f"{1 / row['speed_up']:.3f}"
-        names = [row["mode"], row["concurrency"], row["layout"]]
+        names = [row["shape"], row["mode"], row["concurrency"], row["layout"]]
         table.append([*names, *times, row["n"], ratio])
-    headers = ["mode", "requests", "layout", "mean", "P99", "std", "n", "to one GPU"]
+    headers = ["shape", "mode", "requests", "layout", "mean", "P99", "std", "n", "to one GPU"]
     print_section("Time per output token, ms", headers, table)
 
 
@@ -127,8 +146,9 @@ def print_gather(num_gpus: int, rows: Sequence[Row]) -> None:
             seconds, num_bytes = median(row["seconds"]), row["num_bytes"]
             received = num_bytes * (num_gpus - 1) / num_gpus
             sizes = [row["num_tokens"], num_bytes / 2**20]
-            table.append([row["layout"], *sizes, 1e3 * seconds, received / seconds / 1e9])
-    headers = ["layout", "tokens", "MiB", "median ms", "GB/s into a GPU"]
+            times = [1e3 * seconds, received / seconds / 1e9]
+            table.append([row["shape"], row["layout"], *sizes, *times])
+    headers = ["shape", "layout", "tokens", "MiB", "median ms", "GB/s into a GPU"]
     print_section("KV gather of one layer, alone", headers, table)
 
 
@@ -140,19 +160,33 @@ def print_trace(rows: Sequence[Row]) -> None:
             rank = min(row["ranks"], key=lambda rank: rank["communication"])
             times = [row["seconds"], rank["kernels"], rank["communication"]]
             share = f"{rank['communication'] / row['seconds']:.1%}"
-            names = [row["layout"], row["num_tokens"]]
+            names = [row["shape"], row["layout"], row["num_tokens"]]
             table.append([*names, *(1e3 * seconds for seconds in times), share])
-    headers = ["layout", "tokens", "TTFT", "kernels", "communication", "of TTFT"]
+    headers = ["shape", "layout", "tokens", "TTFT", "kernels", "communication", "of TTFT"]
     print_section("Kernels of one prefill, on the rank that waited least, ms", headers, table)
+
+
+def print_experts(rows: Sequence[Row]) -> None:
+    """Print how evenly tokens go to the experts."""
+    table = [
+        [row["shape"], row["layout"], row["num_tokens"], max(row["busiest_experts"])]
+        for row in rows
+        if row["kind"] == "experts"
+    ]
+    headers = ["shape", "layout", "tokens", "to the mean"]
+    print_section("Load of the busiest expert of any layer", headers, table)
 
 
 def print_equality(rows: Sequence[Row]) -> None:
     """Print how the tokens of PCP compare with one GPU's."""
-    outputs = {row["layout"]: row for row in rows if row["kind"] == EQUALITY}
+    outputs = {(row["shape"], row["layout"]): row for row in rows if row["kind"] == EQUALITY}
     table = []
-    for layout, row in outputs.items():
-        if layout != ONE and ONE in outputs:
-            num_different, worst = compare_tokens(row, outputs[ONE])
-            table.append([layout, len(row["tokens"]), num_different, f"{worst:.4f}"])
-    headers = ["layout", "outputs", "that differ", "worst logprob difference before"]
-    print_section("Greedy tokens against one GPU", headers, table)
+    for (shape, layout), row in outputs.items():
+        if layout != ONE and (shape, ONE) in outputs:
+            for prompts in ("alone", "together"):
+                reference = outputs[shape, ONE][prompts]
+                num_different, worst = compare_tokens(row[prompts], reference)
+                names = [shape, layout, prompts, len(row[prompts]["tokens"])]
+                table.append([*names, num_different, f"{worst:.4f}"])
+    headers = ["shape", "layout", "prompts", "outputs", "that differ", "worst logprob difference"]
+    print_section("Greedy tokens against one GPU, small checkpoints", headers, table)

@@ -8,6 +8,7 @@ the usual 0.02 every token is nearly as likely as every other, and greedy tokens
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,14 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     MistralConfig,
@@ -64,6 +69,14 @@ _LATENT_SIZES: dict[str, Any] = {
     "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 32,
     "v_head_dim": 32,
+}
+_SPARSE_SIZES: dict[str, Any] = {
+    **_LATENT_SIZES,
+    # A quantised cache has rows for no other latents.
+    "kv_lora_rank": 512,
+    # Few heads give many tokens the same score, 0, and the best of them would be anybody's guess.
+    "index_n_heads": 16,
+    "index_head_dim": 128,
 }
 
 
@@ -119,6 +132,43 @@ def _deepseek_v3() -> PreTrainedModel:
         **{**_SIZES, **_LATENT_SIZES, **_EXPERT_SIZES, **choice},
     )
     return _with_random_biases(DeepseekV3ForCausalLM(config))
+
+
+def _deepseek_v32(index_topk: int) -> PreTrainedModel:
+    # Fewer take another way through a quantised cache.
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 32}
+    choice = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # transformers knows no other
+    config = DeepseekV32Config(
+        num_hidden_layers=3,
+        first_k_dense_replace=1,
+        q_lora_rank=96,
+        index_topk=index_topk,
+        n_routed_experts=_NUM_EXPERTS,
+        n_shared_experts=1,
+        n_group=3,
+        topk_group=2,
+        **{**_SIZES, **_SPARSE_SIZES, **_EXPERT_SIZES, **heads, **choice},
+    )
+    return _with_random_biases(DeepseekV32ForCausalLM(config))
+
+
+def _glm_moe_dsa() -> PreTrainedModel:
+    choice = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # transformers knows no other
+    indexer = {
+        "index_topk": 16,
+        "index_topk_pattern": "FSFS",
+        "indexer_rope_interleave": True,  # transformers knows no other
+    }
+    config = GlmMoeDsaConfig(
+        num_hidden_layers=4,
+        first_k_dense_replace=1,
+        q_lora_rank=96,
+        rms_norm_eps=1e-6,  # two of its norms know no other
+        n_routed_experts=_NUM_EXPERTS,
+        n_shared_experts=1,
+        **{**_SIZES, **_SPARSE_SIZES, **_EXPERT_SIZES, **indexer, **choice},
+    )
+    return _with_random_biases(GlmMoeDsaForCausalLM(config))
 
 
 def _qwen3_moe() -> PreTrainedModel:
@@ -181,6 +231,9 @@ RANDOM_CHECKPOINTS: dict[str, Callable[[], PreTrainedModel]] = {
     "gemma3": _gemma3,  # a sliding window in some layers: two groups of KV cache
     "deepseek_v2": _deepseek_v2,  # MLA; experts chosen in groups, by softmax; shared experts
     "deepseek_v3": _deepseek_v3,  # MLA, queries compressed too; by sigmoid, with a bias
+    "deepseek_v32": partial(_deepseek_v32, 16),  # sparse MLA: 16 tokens are attended to
+    "deepseek_v32_2048": partial(_deepseek_v32, 2048),  # the same of more tokens than a prompt has
+    "glm_moe_dsa": _glm_moe_dsa,  # sparse MLA, every other layer with the choice of the last one
     "qwen3_moe": _qwen3_moe,  # experts in every layer
     "mixtral": _mixtral,
     "glm4_moe": _glm4_moe,  # shared experts, by sigmoid, with a bias; rotates half of a head

@@ -14,13 +14,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from tests.chosen_tokens import ChosenTokens
+
 if TYPE_CHECKING:
     from vllm.distributed.pcp.kv_gather import KVGather
-    from vllm.v1.worker.worker_base import WorkerBase
-
-    _Extended = WorkerBase
-else:
-    _Extended = object
 
 OPERATIONS = (
     "all_gather",
@@ -42,7 +39,7 @@ def die(self: KVGather) -> torch.Tensor:
     raise AssertionError
 
 
-class Recorder(_Extended):
+class Recorder(ChosenTokens):
     """Worker methods for ``collective_rpc``, of an engine that is given this class by name."""
 
     def record_collectives(self) -> None:

@@ -19,6 +19,9 @@ from tests.e2e.scenarios import Sizes
 RANDOM_SIZES = Sizes(block_size=32, num_blocks=64, max_num_batched_tokens=256, max_model_len=1024)
 # Where all layers have a window, vLLM takes blocks of 16; CPU workers would go by --block-size.
 WINDOW_SIZES = Sizes(block_size=16, num_blocks=128, max_num_batched_tokens=256, max_model_len=1024)
+# The indexer's cache knows blocks of 64 only.
+SPARSE_SIZES = Sizes(block_size=64, num_blocks=32, max_num_batched_tokens=128, max_model_len=512)
+SPARSE = ("deepseek_v32", "deepseek_v32_2048", "glm_moe_dsa")
 SMOLLM2_SIZES = Sizes(block_size=16, num_blocks=48, max_num_batched_tokens=128, max_model_len=512)
 # A block of each of two or four ranks is 32 or 16 tokens.
 SHARED_SIZES = Sizes(block_size=64, num_blocks=32, max_num_batched_tokens=256, max_model_len=1024)
@@ -46,7 +49,14 @@ SHARED_SCENARIOS = (
     "short_prefix_hits_beside_short_prompts",
 )
 EXPERT_SCENARIOS = (*PREFILL_SCENARIOS, "seeds")
-SIZES = {"smollm2": SMOLLM2_SIZES, "mistral": WINDOW_SIZES}
+SPARSE_SCENARIOS = (
+    "short_prompts_alone",
+    "chunked_prefill",
+    "mixed_batches",
+    "prefix_hits",
+    "short_prefix_hits_beside_short_prompts",
+)
+SIZES = {"smollm2": SMOLLM2_SIZES, "mistral": WINDOW_SIZES} | dict.fromkeys(SPARSE, SPARSE_SIZES)
 # Of engines that do not run all of them.
 SCENARIOS = {
     "embedding": PREFILL_SCENARIOS,
@@ -58,7 +68,7 @@ SCENARIOS = {
     "mixtral": EXPERT_SCENARIOS,
     "glm4_moe": EXPERT_SCENARIOS,
     "gpt_oss": EXPERT_SCENARIOS,
-}
+} | dict.fromkeys(SPARSE, SPARSE_SCENARIOS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +126,7 @@ class Engines:
             PREFILL_SCENARIOS if pcp > 4 else SCENARIOS.get(name, ()),
             str(STORY) if name == "smollm2" else None,
             is_pooling,
+            name in SPARSE,
             ep,
             forks=name != "qwen3" or pcp > 4,
         )

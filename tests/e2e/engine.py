@@ -7,11 +7,14 @@ other: an engine cannot be taken down and another one set up in the same process
 
 from __future__ import annotations
 
+import itertools
 import os
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.chosen_tokens import Choice
 from tests.e2e.results import EngineResults, ScenarioResults, Spec
 from tests.e2e.scenarios import GREEDY, Request, random_tokens, scenarios
 from vllm import PoolingParams, PoolingRequestOutput, RequestOutput, SamplingParams, TokensPrompt
@@ -39,6 +42,8 @@ class Driver:
             self.engine.collective_rpc("record_collectives")
             # It polls for the ranks' answers, and they need the cores.
             os.nice(19)
+        if spec.is_sparse:
+            self.engine.collective_rpc("record_choices")
 
     def run(self) -> EngineResults:
         """Run the scenarios one after the other."""
@@ -77,6 +82,8 @@ class Driver:
                 for before, after in zip(stats, self._stats(), strict=True)
             ]
             results.collectives = self.engine.collective_rpc("take_collectives")
+        if self.spec.is_sparse:
+            results.choices = checksums(self.engine.collective_rpc("take_choices"))
         return results
 
     def _drive(self, requests: Sequence[Request]) -> tuple[list[dict[str, Any] | None], int]:
@@ -118,6 +125,17 @@ def run_scenarios(spec: Path, results: Path) -> None:
     driver = Driver(Spec.load(spec))
     driver.run().save(results)
     driver.engine.engine_core.shutdown()
+
+
+def checksums(choices_of_ranks: Sequence[Sequence[Choice]]) -> dict[str, int]:
+    """Return a checksum of each query's choice; ranks that share a row must agree."""
+    sums: dict[str, int] = {}
+    for layer, req, position, tokens in itertools.chain.from_iterable(choices_of_ranks):
+        # vLLM makes names of requests unique by what it puts behind.
+        key = f"{layer} {req.partition('-')[0]} {position}"
+        checksum = zlib.crc32(repr(sorted(tokens)).encode())
+        assert sums.setdefault(key, checksum) == checksum, f"ranks chose differently: {key}"
+    return sums
 
 
 def start(spec: Spec) -> LLMEngine:

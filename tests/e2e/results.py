@@ -25,6 +25,7 @@ class Spec:
         scenarios: Names of those to run; empty for all.
         text: File that prompts are cut from; None for random tokens.
         is_pooling: Embeds prompts, instead of generating.
+        is_sparse: Chooses the tokens to attend to, and has the choices written down.
         shards_experts: Gives each rank whole experts, instead of a part of each.
         dcp: Ranks that share one copy of the KV cache.
         interleave: Tokens that such a rank keeps in a row.
@@ -40,6 +41,7 @@ class Spec:
     scenarios: Sequence[str] = ()
     text: str | None = None
     is_pooling: bool = False
+    is_sparse: bool = False
     shards_experts: bool = False
     dcp: int = 1
     interleave: int = 1
@@ -66,6 +68,8 @@ class ScenarioResults:
             aborted.
         stats: By how much each rank's ``pcp_stats`` went up; empty if P = 1.
         collectives: Of each rank, in order; empty if P = 1.
+        choices: Of models with sparse attention: for each "layer request position" a checksum of
+            the tokens that it attends to.
         num_steps: Steps of the engine.
         num_preemptions: Requests preempted.
         kv_cache_usage: Share of the KV cache in use at the end.
@@ -74,6 +78,7 @@ class ScenarioResults:
     requests: list[dict[str, Any] | None]
     stats: list[dict[str, int]] = field(default_factory=list)
     collectives: list[list[str]] = field(default_factory=list)
+    choices: dict[str, int] = field(default_factory=dict)
     num_steps: int = 0
     num_preemptions: int = 0
     kv_cache_usage: float = 0.0

@@ -18,9 +18,23 @@ pytestmark = [
 SCRIPT = Path(__file__).with_name("equality.py")
 
 
-@pytest.mark.parametrize("backend", ["FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"])
-def test_answers_are_as_good_as_with_one_rank(backend: str, tmp_path: Path) -> None:
-    options = ["--backends", backend, "--sizes", "2", "--graphs", "eager", "FULL_AND_PIECEWISE"]
+@pytest.mark.parametrize(
+    ("model", "backend"),
+    [
+        ("gqa", "FLASH_ATTN"),
+        ("gqa", "TRITON_ATTN"),
+        ("gqa", "FLASHINFER"),
+        ("mla", "FLASH_ATTN_MLA"),
+        ("mla", "FLASHMLA"),
+        ("mla", "TRITON_MLA"),
+        ("moe", "FLASH_ATTN"),
+        ("glm4_moe", "FLASH_ATTN"),
+        ("gpt_oss", "FLASH_ATTN"),
+    ],
+)
+def test_answers_are_as_good_as_with_one_rank(model: str, backend: str, tmp_path: Path) -> None:
+    options = ["--models", model, "--backends", backend, "--sizes", "2"]
+    options += ["--graphs", "eager", "FULL_AND_PIECEWISE"]
     run = subprocess.run(
         [sys.executable, SCRIPT, *options, "--folder", tmp_path],
         stdout=subprocess.PIPE,

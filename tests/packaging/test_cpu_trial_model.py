@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.chosen_tokens import Choice
 from tests.conftest import Checkpoints, Interpreter
 
 vllm_cpu_trial = pytest.importorskip("vllm_cpu_trial", reason="the CPU trial is not installed")
@@ -28,21 +29,24 @@ def platform() -> tuple[str, bool, bool]:
 
 
 def attention_backend(
-    registered: str | None = None, *, use_mla: bool = False, use_sparse: bool = False
+    over: str = "TRITON_MLA",
+    registered: str | None = None,
+    *,
+    use_mla: bool = False,
+    use_sparse: bool = False,
 ) -> str:
-    """Return the path of the backend for a kind of attention."""
+    """Return the path of the backend for a kind of attention, with one registered over another."""
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
-    mla = AttentionBackendEnum.TRITON_MLA
     if registered is not None:
-        register_backend(mla, registered)
+        register_backend(AttentionBackendEnum[over], registered)
     config = AttentionSelectorConfig(320, torch.float32, "auto", 32, use_mla, False, use_sparse)
     try:
         return current_platform.get_attn_backend_cls(cast(Any, None), config)
     finally:
-        mla.clear_override()
+        AttentionBackendEnum[over].clear_override()
 
 
 def scheduling(checkpoint: Path, max_num_batched_tokens: int) -> tuple[bool, int, list[str]]:
@@ -63,6 +67,15 @@ def scheduling(checkpoint: Path, max_num_batched_tokens: int) -> tuple[bool, int
     )
 
 
+def is_compiled(checkpoint: Path) -> bool:
+    """Say whether an engine would compile the model, as it does by default."""
+    from vllm.config import CompilationMode
+    from vllm.engine.arg_utils import EngineArgs
+
+    config = EngineArgs(str(checkpoint), max_model_len=1024).create_engine_config()
+    return config.compilation_config.mode != CompilationMode.NONE
+
+
 def test_the_platform_is_the_trials_and_a_cpu(interpreter: Interpreter) -> None:
     assert interpreter(platform) == ("TrialPlatform", True, False)
 
@@ -81,15 +94,23 @@ def test_dense_mla_takes_the_triton_backend(interpreter: Interpreter) -> None:
     assert interpreter(attention_backend, use_mla=True).endswith(".triton_mla.TritonMLABackend")
 
 
-def test_a_registered_mla_backend_is_found(interpreter: Interpreter) -> None:
-    assert interpreter(attention_backend, "ours.Mla", use_mla=True) == "ours.Mla"
+def test_sparse_mla_takes_the_flashmla_backend(interpreter: Interpreter) -> None:
+    path = interpreter(attention_backend, use_mla=True, use_sparse=True)
+    assert path.endswith(".flashmla_sparse.FlashMLASparseBackend")
+
+
+@pytest.mark.parametrize(("over", "use_sparse"), [("TRITON_MLA", False), ("FLASHMLA_SPARSE", True)])
+def test_a_registered_mla_backend_is_found(
+    interpreter: Interpreter, over: str, use_sparse: bool
+) -> None:
+    found = interpreter(attention_backend, over, "ours.Mla", use_mla=True, use_sparse=use_sparse)
+    assert found == "ours.Mla"
 
 
 def test_other_attention_is_as_on_any_cpu(interpreter: Interpreter) -> None:
     assert interpreter(attention_backend).endswith(".cpu_attn.CPUAttentionBackend")
-    for use_mla in (False, True):
-        with pytest.raises(NotImplementedError):
-            interpreter(attention_backend, use_mla=use_mla, use_sparse=True)
+    with pytest.raises(NotImplementedError):
+        interpreter(attention_backend, use_sparse=True)
 
 
 def test_mla_keeps_the_users_scheduling(interpreter: Interpreter, checkpoints: Checkpoints) -> None:
@@ -97,6 +118,11 @@ def test_mla_keeps_the_users_scheduling(interpreter: Interpreter, checkpoints: C
     assert is_chunked
     assert num_tokens == 96
     assert custom_ops.count("-rotary_embedding") == 1
+
+
+def test_sparse_models_are_not_compiled(interpreter: Interpreter, checkpoints: Checkpoints) -> None:
+    assert not interpreter(is_compiled, checkpoints("deepseek_v32"))
+    assert interpreter(is_compiled, checkpoints("deepseek_v2"))
 
 
 def test_other_models_keep_their_rotary_kernel(
@@ -116,14 +142,21 @@ class Answer:
         tokens: The most likely ones, one after the other.
         logprobs: Of each.
         num_cached_tokens: Tokens of the prompt that were in the cache already.
+        choices: Of an indexer's layer and a position the tokens attended to.
     """
 
     tokens: list[int]
     logprobs: list[float]
     num_cached_tokens: int
+    choices: Mapping[tuple[str, int], list[int]]
 
 
-def generate(checkpoint: Path, batches: Sequence[Sequence[list[int]]]) -> list[list[Answer]]:
+def generate(
+    checkpoint: Path,
+    batches: Sequence[Sequence[list[int]]],
+    block_size: int,
+    **arguments: Any,
+) -> list[list[Answer]]:
     """Ask an engine one batch of prompts after the other."""
     from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
 
@@ -131,38 +164,42 @@ def generate(checkpoint: Path, batches: Sequence[Sequence[list[int]]]) -> list[l
         str(checkpoint),
         dtype="float32",
         enforce_eager=True,
-        block_size=BLOCK_SIZE,
+        block_size=block_size,
         max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
         max_model_len=512,
         max_num_seqs=8,
         num_gpu_blocks_override=64,
         kv_cache_memory_bytes=64 << 20,
         gpu_memory_utilization=0.1,
+        worker_extension_cls="tests.chosen_tokens.ChosenTokens",
+        **arguments,
     )
+    engine.collective_rpc("record_choices")
     params = SamplingParams(
         temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=0, detokenize=False
     )
 
-    def answer(output: RequestOutput) -> Answer:
+    def answer(output: RequestOutput, choices: Sequence[Choice]) -> Answer:
         (sample,) = output.outputs
         entries = zip(cast(Any, sample.logprobs), sample.token_ids, strict=True)
         return Answer(
             list(sample.token_ids),
             [entry[token].logprob for entry, token in entries],
             output.num_cached_tokens or 0,
+            {
+                (layer, position): chosen
+                for layer, req_id, position, chosen in choices
+                if req_id.partition("-")[0] == output.request_id
+            },
         )
 
-    return [
-        [
-            answer(output)
-            for output in engine.generate(
-                [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts],
-                params,
-                use_tqdm=False,
-            )
-        ]
-        for prompts in batches
-    ]
+    def ask(prompts: Sequence[list[int]]) -> list[Answer]:
+        inputs = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+        outputs = engine.generate(inputs, params, use_tqdm=False)
+        (choices,) = engine.collective_rpc("take_choices")
+        return [answer(output, choices) for output in outputs]
+
+    return [ask(prompts) for prompts in batches]
 
 
 @pytest.mark.slow
@@ -175,7 +212,9 @@ def test_dense_mla_says_what_transformers_says(
     prompts = [[next(tokens) for _ in range(length)] for length in lengths]
     # One token, two and some more are left to compute.
     cached = [prompts[0][:n] + [next(tokens)] * m for n, m in ((256, 1), (96, 2), (32, 40))]
-    answers = interpreter(generate, checkpoints("deepseek_v2"), [prompts, [*cached, prompts[6]]])
+    answers = interpreter(
+        generate, checkpoints("deepseek_v2"), [prompts, [*cached, prompts[6]]], BLOCK_SIZE
+    )
     assert [answer.num_cached_tokens for answer in answers[1]] == [256, 96, 32, 96]
 
     model = AutoModelForCausalLM.from_pretrained(checkpoints("deepseek_v2"))

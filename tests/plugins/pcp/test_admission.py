@@ -52,6 +52,12 @@ DEEPSEEK = {
     "v_head_dim": 16,
     "n_routed_experts": 0,
 }
+DEEPSEEK_V32 = {
+    **DEEPSEEK,
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "index_topk": 8,
+}
 MOE = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -221,14 +227,14 @@ CASES = {
     "elastic expert parallelism": Case(
         "enable_elastic_ep=True", change=setting("parallel_config.enable_elastic_ep", True)
     ),
-    "sparse MLA models": Case(
+    "sparse MLA models on GPUs": Case(
         "index_topk=8",
-        model={
-            **DEEPSEEK,
-            "architectures": ["DeepseekV32ForCausalLM"],
-            "model_type": "deepseek_v32",
-            "index_topk": 8,
-        },
+        model=DEEPSEEK_V32,
+        change=one_gpu("vllm.v1.worker.pcp.gpu_worker.OneGpuPCPWorker"),
+    ),
+    "FP4 caches of indexers": Case(
+        "use_fp4_indexer_cache=True",
+        change=setting("attention_config.use_fp4_indexer_cache", True),
     ),
     "experts that the ranks cannot share evenly": Case(
         "moe_intermediate_size=129 on 2 ranks", model={**MOE, "moe_intermediate_size": 129}
@@ -414,7 +420,7 @@ DCP = {
         args={"tensor_parallel_size": 4},
         change=dcp(4),
     ),
-    "sparse MLA": Case("index_topk=8", CASES["sparse MLA models"].model, change=dcp(2)),
+    "sparse MLA": Case("index_topk=8", DEEPSEEK_V32, change=dcp(2)),
 }
 
 SUPPORTED = {

@@ -8,8 +8,10 @@ distribution; it holds no module of that name. Beside the name it carries
 * ``libdevice``: a device function that the interpreter leaves undefined,
 * ``sampling``: top-k, top-p and Gumbel sampling that the interpreter runs, and runs fast,
 * ``structured_outputs``: grammar bitmasks without pinned memory,
-* ``platform``: a platform that lets dense MLA in, active under the interpreter only,
+* ``platform``: a platform that lets MLA in, active under the interpreter only,
 * ``mla``, ``mla_cache`` and ``mla_prefill``: dense MLA in torch, where vLLM has kernels for GPUs,
+* ``sparse_mla`` and ``indexer``: sparse MLA, in the same way,
+* ``operators``: what defines operators for them,
 * ``sinks``: attention sinks in other dtypes than bfloat16,
 * ``experts``: expert parallelism.
 """
@@ -40,19 +42,33 @@ def register() -> None:
     )
     from vllm_cpu_trial import (
         experts,
+        indexer,
         libdevice,
         mla,
         mla_cache,
+        operators,
         sampling,
         sinks,
+        sparse_mla,
         structured_outputs,
     )
 
-    for module in (experts, libdevice, mla, sampling, sinks, structured_outputs):
+    for module in (
+        experts,
+        indexer,
+        libdevice,
+        mla,
+        sampling,
+        sinks,
+        sparse_mla,
+        structured_outputs,
+    ):
         for owner, name, replacement in module.REPLACEMENTS:
             getattr(owner, name)
             setattr(owner, name, replacement)
-    mla_cache.define()
+    for module in (indexer, mla_cache, sparse_mla):
+        for namespace, operator, *written in module.OPERATORS:
+            operators.define(namespace, operator, *written)
     register_mla_prefill_backend(
         MLAPrefillBackendEnum.FLASH_ATTN, "vllm_cpu_trial.mla_prefill.TorchPrefillBackend"
     )

@@ -58,13 +58,18 @@ class KeepsWeight(UnquantizedLinearMethod):
         dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
 
 
+def keep_weight(layer: LinearBase) -> None:
+    """Keep the weight of a layer that is not quantised."""
+    if type(layer.quant_method) is UnquantizedLinearMethod:
+        layer.quant_method = KeepsWeight()
+
+
 @functools.wraps(_init_impl)
 def init_impl(
     self: triton_mla.TritonMLAImpl, *args: Any, kv_b_proj: LinearBase, **kwargs: Any
 ) -> None:
     """Do what the original does, and keep the weight of ``kv_b_proj``."""
-    if type(kv_b_proj.quant_method) is UnquantizedLinearMethod:
-        kv_b_proj.quant_method = KeepsWeight()
+    keep_weight(kv_b_proj)
     _init_impl(self, *args, kv_b_proj=kv_b_proj, **kwargs)
 
 

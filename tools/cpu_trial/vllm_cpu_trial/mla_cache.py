@@ -5,19 +5,19 @@ Symptom: "'_OpNamespace' '_C_cache_ops' object has no attribute 'concat_and_cach
 Cause: no CPU build of vLLM 0.25.1 has them. They can go when one does.
 
 In all of them ``kv_cache`` and ``src_cache`` are ``[num_blocks, block_size, head_size]``; rows need
-not be neighbours. A quantised cache stands for its values, float8_e4m3fn, times ``scale``.
+not be neighbours. A quantised cache stands for its values, float8_e4m3fn, times ``scale``. A row of
+an ``fp8_ds_mla`` cache is 656 bytes: a latent of 512 float8_e4m3fn values, four scales in float32
+for 128 of them each, and a rope key of 64 values in bfloat16.
 """
 
-from functools import cache
+from collections.abc import Callable, Sequence
 
 import torch
 
-from vllm.utils.torch_utils import direct_register_custom_op
-
 _FP8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_FP8).max
-# Operators live as long as their library.
-_LIBRARY = torch.library.Library("_C_cache_ops", "FRAGMENT")
+_TILE = 128
+_DS_MLA_BYTES = (512, 16, 128)
 
 
 def concat_and_cache_mla(
@@ -41,7 +41,9 @@ def concat_and_cache_mla(
     (tokens,) = torch.where(slot_mapping >= 0)
     slots = slot_mapping[tokens]
     rows = torch.cat((kv_c[tokens], k_pe[tokens]), dim=-1)
-    if kv_cache_dtype.startswith("fp8"):
+    if kv_cache_dtype == "fp8_ds_mla":
+        rows = _packed(kv_c[tokens], k_pe[tokens])
+    elif kv_cache_dtype.startswith("fp8"):
         rows = (rows.float() / scale).clamp(-_LARGEST, _LARGEST).to(_FP8).view(torch.uint8)
         kv_cache = kv_cache.view(torch.uint8)
     block_size = kv_cache.shape[1]
@@ -73,7 +75,7 @@ def gather_and_maybe_dequant_cache(
         seq_starts: ``[num_seqs]``, the position of each run's first token, or None for 0.
     """
     seqs = token_to_seq[:num_tokens].long()
-    rows = _rows_of(src_cache, block_table, cu_seq_lens, seqs, seq_starts)
+    rows = rows_of(src_cache, block_table, cu_seq_lens, seqs, seq_starts)
     dst[:num_tokens] = rows.float() * scale if kv_cache_dtype.startswith("fp8") else rows
 
 
@@ -92,16 +94,68 @@ def cp_gather_cache(
     """
     lengths = cu_seq_lens[1 : batch_size + 1] - cu_seq_lens[:batch_size]
     seqs = torch.repeat_interleave(torch.arange(batch_size), lengths)
-    dst[: len(seqs)] = _rows_of(src_cache, block_table, cu_seq_lens, seqs, seq_starts)
+    dst[: len(seqs)] = rows_of(src_cache, block_table, cu_seq_lens, seqs, seq_starts)
 
 
-def _rows_of(
+def cp_gather_and_upconvert_fp8_kv_cache(
+    src_cache: torch.Tensor,
+    dst: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    workspace_starts: torch.Tensor,
+    batch_size: int,
+) -> None:
+    """Copy whole sequences out of an ``fp8_ds_mla`` cache.
+
+    Args:
+        src_cache: The cache.
+        dst: ``[..., 576]`` bfloat16, written in place.
+        block_table: ``[batch_size, max_num_blocks]``.
+        seq_lens: ``[batch_size]``, tokens of each sequence.
+        workspace_starts: ``[batch_size]``, where each sequence begins in ``dst``.
+        batch_size: Sequences.
+    """
+    block_size = src_cache.shape[1]
+    for blocks, length, start in zip(
+        block_table, seq_lens.tolist(), workspace_starts.tolist(), strict=True
+    ):
+        positions = torch.arange(length)
+        rows = src_cache[blocks[positions // block_size], positions % block_size]
+        dst[start : start + length] = unpacked(rows)
+
+
+def unpacked(rows: torch.Tensor) -> torch.Tensor:
+    """Return ``[..., 576]`` bfloat16 of the bytes ``[..., 656]`` of an ``fp8_ds_mla`` cache."""
+    values, scales, k_pe = rows.split(_DS_MLA_BYTES, dim=-1)
+    tiles = values.view(_FP8).float().unflatten(-1, (-1, _TILE))
+    kv_c = (tiles * scales.view(torch.float32)[..., None]).flatten(-2)
+    return torch.cat((kv_c.bfloat16(), k_pe.view(torch.bfloat16)), dim=-1)
+
+
+def _packed(kv_c: torch.Tensor, k_pe: torch.Tensor) -> torch.Tensor:
+    tiles = kv_c.float().unflatten(-1, (-1, _TILE))
+    scales = tiles.abs().amax(dim=-1).clamp_min(torch.finfo(torch.float32).tiny) / _LARGEST
+    values = (tiles / scales[..., None]).clamp(-_LARGEST, _LARGEST).to(_FP8)
+    parts = (values.flatten(-2), scales, k_pe.bfloat16())
+    return torch.cat([part.view(torch.uint8) for part in parts], dim=-1)
+
+
+def rows_of(
     cache: torch.Tensor,
     block_table: torch.Tensor,
     cu_seq_lens: torch.Tensor,
     seqs: torch.Tensor,
-    seq_starts: torch.Tensor | None,
+    seq_starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    """Return the rows of tokens.
+
+    Args:
+        cache: ``[num_blocks, block_size, width]``.
+        block_table: ``[num_seqs, max_num_blocks]``.
+        cu_seq_lens: ``[num_seqs + 1]``, where each sequence's run begins among the tokens.
+        seqs: ``[num_tokens]``, the sequence of each token.
+        seq_starts: ``[num_seqs]``, the position of each run's first token, or None for 0.
+    """
     positions = torch.arange(len(seqs)) - cu_seq_lens[seqs]
     if seq_starts is not None:
         positions += seq_starts[seqs]
@@ -109,18 +163,10 @@ def _rows_of(
     return cache[block_table[seqs, positions // block_size], positions % block_size]
 
 
-@cache
-def define() -> None:
-    """Let vLLM find the operators where it looks for those of a GPU build."""
-    for operator, written in (
-        (concat_and_cache_mla, "kv_cache"),
-        (gather_and_maybe_dequant_cache, "dst"),
-        (cp_gather_cache, "dst"),
-    ):
-        direct_register_custom_op(
-            operator.__name__,
-            operator,
-            mutates_args=[written],
-            target_lib=_LIBRARY,
-            dispatch_key="CPU",
-        )
+# In which namespace, and what is written.
+OPERATORS: Sequence[tuple[str, Callable[..., None], *tuple[str, ...]]] = (
+    ("_C_cache_ops", concat_and_cache_mla, "kv_cache"),
+    ("_C_cache_ops", gather_and_maybe_dequant_cache, "dst"),
+    ("_C_cache_ops", cp_gather_cache, "dst"),
+    ("_C_cache_ops", cp_gather_and_upconvert_fp8_kv_cache, "dst"),
+)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU platform of vLLM, with dense MLA let in.
+"""The CPU platform of vLLM, with MLA let in.
 
 Symptom: a DeepSeek model ends with "MLA is not supported on CPU". Let in, it loses chunked prefill
 and the user's budget of tokens, and where the rotary embedding is the plain one its logprobs are
@@ -7,6 +7,10 @@ wrong: for queries with a dimension of heads, and for keys cut out of a wider te
 kernel of vLLM 0.25.1 takes the wrong strides.
 Cause: ``CpuPlatform``. The backend is named by its place in vLLM's registry, so one that is
 registered over it is found. It can go when ``CpuPlatform`` runs MLA itself.
+
+Compiled sparse models. Symptom: "index 8421504 is out of bounds", or wrong tokens. Cause: CPUs run
+a compiled model as one graph. It writes the tokens that an indexer chooses to a copy of the buffer
+in which attention looks for them; GPUs split their graphs between the two. It can go when CPUs do.
 """
 
 from typing import TYPE_CHECKING
@@ -22,7 +26,7 @@ _TORCH_ROTARY_EMBEDDING = "-rotary_embedding"
 
 
 class TrialPlatform(CpuPlatform):
-    """Runs dense MLA too; everything else as ``CpuPlatform`` does."""
+    """Runs MLA too; everything else as ``CpuPlatform`` does."""
 
     @classmethod
     def get_attn_backend_cls(
@@ -34,15 +38,20 @@ class TrialPlatform(CpuPlatform):
         """Return the path of the attention backend's class.
 
         Raises:
-            NotImplementedError: The model's attention is sparse.
+            NotImplementedError: The model's attention is sparse, and not MLA.
         """
-        if attn_selector_config.use_mla and not attn_selector_config.use_sparse:
+        if attn_selector_config.use_mla:
+            if attn_selector_config.use_sparse:
+                return AttentionBackendEnum.FLASHMLA_SPARSE.get_path()
             return AttentionBackendEnum.TRITON_MLA.get_path()
         return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
         """Adapt a configuration to CPUs, in place, and leave an MLA model's scheduling alone."""
+        # Imports platforms itself.
+        from vllm.config import CompilationMode
+
         scheduler_config = vllm_config.scheduler_config
         enable_chunked_prefill = scheduler_config.enable_chunked_prefill
         max_num_batched_tokens = scheduler_config.max_num_batched_tokens
@@ -55,3 +64,5 @@ class TrialPlatform(CpuPlatform):
         custom_ops = vllm_config.compilation_config.custom_ops
         if _TORCH_ROTARY_EMBEDDING not in custom_ops:
             custom_ops.append(_TORCH_ROTARY_EMBEDDING)
+        if hasattr(model_config.hf_text_config, "index_topk"):
+            vllm_config.compilation_config.mode = CompilationMode.NONE

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Received: TypeAlias = Callable[["VllmConfig"], str | None]
 
 MAX_PCP_WORLD_SIZE = 64
-KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
+KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla")
 
 # Decoders whose prompt attends to itself in both directions; no setting says so.
 _PREFIX_LM = ("HrmTextForCausalLM",)
@@ -220,7 +220,7 @@ def _dcp_model(config: VllmConfig) -> str | None:
     model = config.model_config
     if not model.use_mla:
         return f"architecture={model.architecture}"
-    return _sparse_mla(config)
+    return _selected_tokens(config)
 
 
 def _dcp_attention_backend(config: VllmConfig) -> str | None:
@@ -263,7 +263,13 @@ def _sequence_parallelism(config: VllmConfig) -> str | None:
     return "pass_config.enable_sp=True" if passes.enable_sp else None
 
 
-_sparse_mla = _hf_setting("index_topk")
+_selected_tokens = _hf_setting("index_topk")
+
+
+def _sparse_mla_on_gpus(config: VllmConfig) -> str | None:
+    from vllm.platforms import current_platform
+
+    return _selected_tokens(config) if current_platform.is_cuda() else None
 
 
 def _experts_of_tp(config: VllmConfig) -> str | None:
@@ -484,11 +490,17 @@ RULES: tuple[Rule, ...] = (
     ),
     # Models
     Rule(
-        "sparse MLA models",
-        _sparse_mla,
-        "The indexer's cache needs a gather of its own",
+        "sparse MLA models on GPUs",
+        _sparse_mla_on_gpus,
+        "Tried on CPU ranks only",
         "Serve a model with GQA, MHA or dense MLA",
         status="planned",
+    ),
+    Rule(
+        "FP4 caches of indexers",
+        _setting("attention_config.use_fp4_indexer_cache"),
+        "Never tried",
+        "Drop use_fp4_indexer_cache from --attention-config",
     ),
     Rule(
         "experts that the ranks cannot share evenly",

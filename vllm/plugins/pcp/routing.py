@@ -20,6 +20,7 @@ WORKERS = {
     "vllm.v1.worker.cpu_worker.CPUWorker": "vllm.v1.worker.pcp.cpu_worker.PCPCPUWorker",
 }
 EXECUTOR = "vllm.v1.executor.pcp.PCPMultiprocExecutor"
+INDEXER_OP = "vllm::pcp_sparse_attn_indexer"
 OMP_BIND_ENV = "VLLM_CPU_OMP_THREADS_BIND"
 
 # What vLLM is shown in place of D. It takes DCP for a part of TP, and compares D with TP alone and
@@ -109,8 +110,13 @@ def route(vllm_config: VllmConfig) -> None:
     parallel_config.worker_cls = pcp_worker(parallel_config.worker_cls)
     parallel_config.distributed_executor_backend = EXECUTOR
     # Fusions of rotary embedding and cache write pass by ``do_kv_cache_update`` and its gather.
-    vllm_config.compilation_config.pass_config.fuse_rope_kvcache = False
-    vllm_config.compilation_config.pass_config.fuse_rope_kvcache_cat_mla = False
+    compilation_config = vllm_config.compilation_config
+    compilation_config.pass_config.fuse_rope_kvcache = False
+    compilation_config.pass_config.fuse_rope_kvcache_cat_mla = False
+    # Graphs are split at our indexer as at the one in whose place it is.
+    splitting_ops = compilation_config.splitting_ops
+    if splitting_ops and INDEXER_OP not in splitting_ops:
+        splitting_ops.append(INDEXER_OP)
 
     from vllm.platforms import current_platform
 

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers for prefill context parallelism.
 
-moe_runner  experts that P x TP ranks share
+moe_runner           experts that P x TP ranks share
+sparse_attn_indexer  the indexer of sparse MLA
 """
 
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.fused_moe import MoERunner
+from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer
 
 
 def register_layers() -> None:
@@ -14,16 +16,18 @@ def register_layers() -> None:
     Does nothing the second time.
 
     Raises:
-        RuntimeError: Something else has taken the place.
+        RuntimeError: Something else has taken a place.
     """
     from vllm.model_executor.layers.pcp.moe_runner import PCPMoERunner
+    from vllm.model_executor.layers.pcp.sparse_attn_indexer import PCPSparseAttnIndexer
 
-    name = MoERunner.__name__
-    if name not in op_registry_oot:
-        MoERunner.register_oot(PCPMoERunner)
-    elif op_registry_oot[name] is not PCPMoERunner:
-        raise RuntimeError(
-            f"Prefill context parallelism replaces {name}, which another plugin has replaced "
-            f"(got {op_registry_oot[name].__qualname__}). Uninstall that plugin, or set "
-            "--prefill-context-parallel-size 1."
-        )
+    for stock, ours in ((MoERunner, PCPMoERunner), (SparseAttnIndexer, PCPSparseAttnIndexer)):
+        name = stock.__name__
+        if name not in op_registry_oot:
+            stock.register_oot(ours)
+        elif op_registry_oot[name] is not ours:
+            raise RuntimeError(
+                f"Prefill context parallelism replaces {name}, which another plugin has replaced "
+                f"(got {op_registry_oot[name].__qualname__}). Uninstall that plugin, or set "
+                "--prefill-context-parallel-size 1."
+            )

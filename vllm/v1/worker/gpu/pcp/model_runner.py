@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from vllm.distributed.pcp.collectives import broadcast_from_first_rank, gather_r
 from vllm.distributed.pcp.step import REPLICATED, StepState, set_step_state
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.v1.attention.backends.pcp import BACKENDS
+from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec, get_kv_quant_mode
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.pcp.manager import PCPManager, PCPStep
 from vllm.v1.worker.gpu.pcp.pooling import EmbeddingRunner
@@ -81,6 +83,15 @@ class PCPRunnerMixin(_RunnerBase):
         ]
         row_elements += [layer.head_size for layer in mla_layers.values()]
         return max(row_elements) * dtype.itemsize
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """Return what each layer caches; of quantised latents, that they are.
+
+        MLA layers of vLLM 0.25.1 leave it out, and a cache whose rows are wider than a latent,
+        "fp8_ds_mla", is then laid out too narrow: vLLM issue 48896, repaired after 0.25.1.
+        """
+        specs: dict[str, KVCacheSpec] = super().get_kv_cache_spec()  # type: ignore[no-untyped-call]
+        return {name: with_quant_mode(spec) for name, spec in specs.items()}
 
     def _dummy_run(
         self, num_tokens: int, *args: Any, **kwargs: Any
@@ -269,6 +280,13 @@ class PCPRunnerMixin(_RunnerBase):
         """Log the counters, then release what the stock runner releases."""
         self.pcp.log_stats()
         super().shutdown()
+
+
+def with_quant_mode(spec: KVCacheSpec) -> KVCacheSpec:
+    """Return the description of a cache, completed where its rows are wider than its vectors."""
+    if not isinstance(spec, MLAAttentionSpec) or spec.cache_dtype_str != "fp8_ds_mla":
+        return spec
+    return dataclasses.replace(spec, kv_quant_mode=get_kv_quant_mode(spec.cache_dtype_str))
 
 
 def make_pcp_runner(runner: Any) -> PCPRunnerMixin:

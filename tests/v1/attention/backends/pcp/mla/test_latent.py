@@ -47,9 +47,9 @@ def random(*shape: int, seed: int) -> torch.Tensor:
 def make_impl() -> Any:
     """Return an implementation without its engine: what it was given stands in attributes."""
     from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl
-    from vllm.v1.attention.backends.pcp.mla.latent import GatherLatentMixin
+    from vllm.v1.attention.backends.pcp.mla.latent import PlannedPrefillMixin
 
-    class Impl(GatherLatentMixin, MLACommonImpl[Any]):
+    class Impl(PlannedPrefillMixin, MLACommonImpl[Any]):
         def __init__(self) -> None:
             self.pcp_world_size = PCP_WORLD_SIZE
             self.head_size, self.kv_lora_rank = LATENT + ROPE, LATENT
@@ -78,8 +78,10 @@ def cache_of_ranks_and_of_stock(kv_dtype: str) -> tuple[torch.Tensor, torch.Tens
     slots = slots[:total].to(DEVICE)
     slots[[3, NUM_TOKENS, total - 1]] = -1
     scale = torch.tensor(0.5, device=DEVICE)
-    cache_dtype = torch.uint8 if kv_dtype == "fp8" else DTYPE
-    shape = (NUM_BLOCKS, BLOCK_SIZE, LATENT + ROPE)
+    cache_dtype = torch.uint8 if kv_dtype.startswith("fp8") else DTYPE
+    # Of sparse models, a row of 512 bytes, 4 scales and the rope key in 16 bits.
+    width = 656 if kv_dtype == "fp8_ds_mla" else LATENT + ROPE
+    shape = (NUM_BLOCKS, BLOCK_SIZE, width)
     ours, stock = (torch.zeros(shape, dtype=cache_dtype, device=DEVICE) for _ in range(2))
     MLAAttentionImpl.do_kv_cache_update(impl, kv_c, k_pe, stock, slots, kv_dtype, scale)
     gather = RecordedGather(DEVICE)
@@ -94,7 +96,12 @@ def cache_of_ranks_and_of_stock(kv_dtype: str) -> tuple[torch.Tensor, torch.Tens
     return ours.view(torch.uint8).cpu(), stock.view(torch.uint8).cpu()
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+on_gpu = pytest.mark.skipif(not HAS_GPU, reason="the CPU trial has no such cache")
+
+
+@pytest.mark.parametrize(
+    "kv_dtype", ["auto", "fp8", pytest.param("fp8_ds_mla", marks=[pytest.mark.gpu, on_gpu])]
+)
 def test_cache_equals_the_stock_write_of_all_ranks_tokens(
     call: Callable[..., Any], kv_dtype: str
 ) -> None:

@@ -29,7 +29,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.pcp.mla import latent, shared_decode
-from vllm.v1.attention.backends.pcp.mla.latent import GatherLatentMixin, PlanPrefillMixin
+from vllm.v1.attention.backends.pcp.mla.latent import PlannedPrefillMixin, PlanPrefillMixin
 from vllm.v1.attention.backends.pcp.mla.prefill_plan import plan_prefill
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.pcp import copies
@@ -119,7 +119,7 @@ class StockImpl(MLACommonImpl[Any]):
         return q[..., :LATENT], torch.zeros(q.shape[:2])
 
 
-class Impl(GatherLatentMixin, StockImpl):
+class Impl(PlannedPrefillMixin, StockImpl):
     """Ours over it, without an engine."""
 
     def __init__(self, pcp: int, dcp: int) -> None:

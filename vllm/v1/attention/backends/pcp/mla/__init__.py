@@ -7,4 +7,5 @@ shared_decode    decodes over a KV cache that ranks share
 prefill_backend  what a plan asks of a prefill backend; flash_attn_prefill is the one that can
 latent           what the backends share: the gather, the builder, the prefill path
 flashattn_mla, flashmla, cutlass_mla, flashinfer_mla, triton_mla  one stock backend each
+flashattn_mla_sparse, flashmla_sparse, flashinfer_mla_sparse      the same of sparse MLA
 """

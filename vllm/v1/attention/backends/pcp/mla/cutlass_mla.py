@@ -8,10 +8,10 @@ from vllm.v1.attention.backends.mla.cutlass_mla import (
     CutlassMLAImpl,
     CutlassMLAMetadataBuilder,
 )
-from vllm.v1.attention.backends.pcp.mla.latent import GatherLatentMixin, PlanPrefillMixin
+from vllm.v1.attention.backends.pcp.mla.latent import PlannedPrefillMixin, PlanPrefillMixin
 
 
-class PCPCutlassMLAImpl(GatherLatentMixin, CutlassMLAImpl):
+class PCPCutlassMLAImpl(PlannedPrefillMixin, CutlassMLAImpl):
     """Gathers latents; prefills by plan."""
 
 

@@ -8,10 +8,10 @@ from vllm.v1.attention.backends.mla.flashattn_mla import (
     FlashAttnMLAImpl,
     FlashAttnMLAMetadataBuilder,
 )
-from vllm.v1.attention.backends.pcp.mla.latent import GatherLatentMixin, PlanPrefillMixin
+from vllm.v1.attention.backends.pcp.mla.latent import PlannedPrefillMixin, PlanPrefillMixin
 
 
-class PCPFlashAttnMLAImpl(GatherLatentMixin, FlashAttnMLAImpl):
+class PCPFlashAttnMLAImpl(PlannedPrefillMixin, FlashAttnMLAImpl):
     """Gathers latents; prefills by plan."""
 
 

@@ -8,10 +8,10 @@ from vllm.v1.attention.backends.mla.flashinfer_mla import (
     FlashInferMLAImpl,
     FlashInferMLAMetadataBuilder,
 )
-from vllm.v1.attention.backends.pcp.mla.latent import GatherLatentMixin, PlanPrefillMixin
+from vllm.v1.attention.backends.pcp.mla.latent import PlannedPrefillMixin, PlanPrefillMixin
 
 
-class PCPFlashInferMLAImpl(GatherLatentMixin, FlashInferMLAImpl):
+class PCPFlashInferMLAImpl(PlannedPrefillMixin, FlashInferMLAImpl):
     """Gathers latents; prefills by plan."""
 
 

@@ -8,10 +8,10 @@ from vllm.v1.attention.backends.mla.flashmla import (
     FlashMLAImpl,
     FlashMLAMetadataBuilder,
 )
-from vllm.v1.attention.backends.pcp.mla.latent import GatherLatentMixin, PlanPrefillMixin
+from vllm.v1.attention.backends.pcp.mla.latent import PlannedPrefillMixin, PlanPrefillMixin
 
 
-class PCPFlashMLAImpl(GatherLatentMixin, FlashMLAImpl):
+class PCPFlashMLAImpl(PlannedPrefillMixin, FlashMLAImpl):
     """Gathers latents; prefills by plan."""
 
 

@@ -51,14 +51,26 @@ from vllm.v1.worker.gpu.pcp.copies import copy_to_device
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.attention.backend import AttentionImplBase, CommonAttentionMetadata
     from vllm.v1.kv_cache_interface import AttentionSpec
 
-    class _ImplBase(SharedDecodeMixin, MLACommonImpl[Any]): ...
+    class _ImplBase(AttentionImplBase[Any]):
+        def do_kv_cache_update(
+            self,
+            kv_c_normed: torch.Tensor,
+            k_pe: torch.Tensor,
+            kv_cache: torch.Tensor,
+            slot_mapping: torch.Tensor,
+            kv_cache_dtype: str,
+            k_scale: torch.Tensor,
+        ) -> None: ...
+
+    class _DenseImplBase(SharedDecodeMixin, MLACommonImpl[Any]): ...
 
     class _BuilderBase(RowsPerRequestMixin, MLACommonMetadataBuilder[Any]): ...
 else:
-    _ImplBase = SharedDecodeMixin
+    _ImplBase = object
+    _DenseImplBase = SharedDecodeMixin
     _BuilderBase = RowsPerRequestMixin
 
 # Log-sum-exp of no keys at all. Finite, so that merging two of them is not NaN.
@@ -238,7 +250,7 @@ def tell_unordered(
 
 
 class GatherLatentMixin(_ImplBase):
-    """Over a stock MLA implementation: gather before write, prefill attention by plan."""
+    """Over a stock implementation, dense or sparse: gather before write."""
 
     supports_pcp = True
 
@@ -256,7 +268,8 @@ class GatherLatentMixin(_ImplBase):
         Args:
             kv_c_normed: ``[L, kv_lora_rank]``, this rank's rows.
             k_pe: ``[L, 1, qk_rope_head_dim]``.
-            kv_cache: ``[num_blocks, block_size, kv_lora_rank + qk_rope_head_dim]``.
+            kv_cache: ``[num_blocks, block_size, kv_lora_rank + qk_rope_head_dim]``; the layout
+                "fp8_ds_mla" has its scales in the row.
             slot_mapping: ``[P * L]`` int64 in a partitioned step, ``[L]`` in others; -1 is not
                 written.
             kv_cache_dtype: The cache's dtype, as configured.
@@ -271,7 +284,7 @@ class GatherLatentMixin(_ImplBase):
             )
             return
         gather = get_kv_gather()
-        own_rows = gather.begin(num_tokens, self.head_size * kv_cache.element_size())
+        own_rows = gather.begin(num_tokens, kv_cache.shape[2] * kv_cache.element_size())
         # To the writer, a cache of one block.
         ops.concat_and_cache_mla(
             kv_c_normed,
@@ -281,16 +294,23 @@ class GatherLatentMixin(_ImplBase):
             kv_cache_dtype,
             k_scale,
         )
-        rows, split = gather.finish(), self.kv_lora_rank
-        if is_quantized_kv_cache(kv_cache_dtype):
-            # Under "auto" elements are moved as they are: bytes in pairs, called bfloat16.
-            rows, kv_cache = rows.view(torch.bfloat16), kv_cache.view(torch.bfloat16)
-            split, kv_cache_dtype = split // 2, "auto"
-        else:
-            rows = rows.view(kv_cache.dtype)
+        # Under "auto" it moves elements as they are, wherever a row is cut in two; bytes in pairs.
+        is_quantized = is_quantized_kv_cache(kv_cache_dtype)
+        dtype = torch.bfloat16 if is_quantized else kv_cache.dtype
+        rows, kv_cache = gather.finish().view(dtype), kv_cache.view(dtype)
+        split = rows.shape[1] // 2
         ops.concat_and_cache_mla(
-            rows[:, :split], rows[:, split:], kv_cache, slot_mapping, kv_cache_dtype, k_scale
+            rows[:, :split],
+            rows[:, split:],
+            kv_cache,
+            slot_mapping,
+            "auto" if is_quantized else kv_cache_dtype,
+            k_scale,
         )
+
+
+class PlannedPrefillMixin(GatherLatentMixin, _DenseImplBase):
+    """Over a stock implementation of dense MLA: prefill attention by plan, too."""
 
     def forward_mha(
         self,

@@ -8,10 +8,10 @@ from vllm.v1.attention.backends.mla.triton_mla import (
     TritonMLAImpl,
     TritonMLAMetadataBuilder,
 )
-from vllm.v1.attention.backends.pcp.mla.latent import GatherLatentMixin, PlanPrefillMixin
+from vllm.v1.attention.backends.pcp.mla.latent import PlannedPrefillMixin, PlanPrefillMixin
 
 
-class PCPTritonMLAImpl(GatherLatentMixin, TritonMLAImpl):
+class PCPTritonMLAImpl(PlannedPrefillMixin, TritonMLAImpl):
     """Gathers latents; prefills by plan."""
 
 
