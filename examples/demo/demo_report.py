@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the demo prints when all answers are there."""
 
+import os
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -101,7 +102,9 @@ def draw_partition(num_tokens: int, num_computed_tokens: int, size: int) -> list
     Returns:
         Lines of text.
     """
-    # Imports vLLM, which takes seconds: not before there is something to draw.
+    # Imports vLLM, which takes seconds, and says what plugins it finds: not before there is
+    # something to draw, and not into the picture.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm.v1.worker.gpu.pcp.layout import plan_partition
 
     plan = plan_partition(

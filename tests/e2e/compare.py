@@ -33,10 +33,14 @@ class Pair:
         """Return the requests of a scenario, with other tokens in the prompts."""
         return scenarios(self.sizes, range(256))[name]
 
-    def require_same(self, name: str) -> list[Any]:
+    def require_same(self, name: str, tolerance: float = TOLERANCE) -> list[Any]:
         """Assert that a scenario split prefills and gave the same; return what requests gave.
 
         The number of ranks may decide neither tokens nor scheduling.
+
+        Args:
+            name: Of the scenario.
+            tolerance: Of log-probabilities, and of the elements of embeddings.
         """
         expected, actual = self.one.scenarios[name], self.several.scenarios[name]
         assert self.num_partitioned_steps(name) > 0
@@ -45,7 +49,8 @@ class Pair:
         assert actual.num_preemptions == expected.num_preemptions
         assert actual.kv_cache_usage == expected.kv_cache_usage == 0
         for index, requests in enumerate(zip(expected.requests, actual.requests, strict=True)):
-            require_same_request(*requests, where=f"{name}, request {index}")
+            where = f"{name}, request {index}"
+            require_same_request(*requests, where=where, tolerance=tolerance)
         return actual.requests
 
     def num_partitioned_steps(self, name: str) -> int:
@@ -55,7 +60,7 @@ class Pair:
         return counts.pop()
 
 
-def require_same_request(expected: Any, actual: Any, *, where: str) -> None:
+def require_same_request(expected: Any, actual: Any, *, where: str, tolerance: float) -> None:
     """Assert that two requests gave the same tokens, or embeddings."""
     if expected is None or actual is None:
         assert expected == actual, where
@@ -63,17 +68,22 @@ def require_same_request(expected: Any, actual: Any, *, where: str) -> None:
     assert actual["num_cached_tokens"] == expected["num_cached_tokens"], where
     if "embedding" in expected:
         pairs = zip(expected["embedding"], actual["embedding"], strict=True)
-        assert max(abs(a - b) for a, b in pairs) < TOLERANCE, where
+        assert max(abs(a - b) for a, b in pairs) < tolerance, where
         return
-    require_close(expected["prompt_logprobs"], actual["prompt_logprobs"], where=where)
+    prompts = (expected["prompt_logprobs"], actual["prompt_logprobs"])
+    require_close(*prompts, where=where, tolerance=tolerance)
     for old, new in zip(expected["outputs"], actual["outputs"], strict=True):
         for what in ("tokens", "text", "finish_reason", "stop_reason"):
             assert new[what] == old[what], f"{where}: {what}"
-        require_close(old["logprobs"], new["logprobs"], where=where)
+        require_close(old["logprobs"], new["logprobs"], where=where, tolerance=tolerance)
 
 
 def require_close(
-    expected: list[dict[str, float]] | None, actual: list[dict[str, float]] | None, *, where: str
+    expected: list[dict[str, float]] | None,
+    actual: list[dict[str, float]] | None,
+    *,
+    where: str,
+    tolerance: float,
 ) -> None:
     """Assert that logprobs are of the same tokens and nearly equal."""
     if expected is None or actual is None:
@@ -83,4 +93,4 @@ def require_close(
         assert new.keys() == old.keys(), f"{where}, position {position}"
         for token in old:
             difference = abs(new[token] - old[token])
-            assert difference < TOLERANCE, f"{where}, position {position}: {difference}"
+            assert difference < tolerance, f"{where}, position {position}: {difference}"
