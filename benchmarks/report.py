@@ -249,8 +249,7 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], list[str]]], ...
         "One H200: KV capacity",
         """
         Tokens that the engine reports room for, the same shape, 8192 tokens a step, NCCL's own
-        buffers not counted. The bar is 0.99. This run did not count the gather buffers either, 38
-        MiB for P = 2 and 152 MiB for P = 8 (about 270 and 1080 tokens); since then they are.
+        buffers not counted. The bar is 0.99.
         """,
         kv_capacity,
     ),
@@ -328,7 +327,7 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], list[str]]], ...
 
 NOT_MEASURED = """
 Time to first token over a link between GPUs (`benchmarks/ttft_gpus.py`), decode with the broadcast
-on a link, more than one host, AMX and NEON, FlashAttention 2 and 4.
+on a link, models with MLA or experts, more than one host, AMX and NEON, FlashAttention 2 and 4.
 """
 
 

@@ -33,6 +33,7 @@ class TorchPrefillBackend(MLAPrefillBackend):
         max_seqlen_k: int,
         causal: bool,
         return_softmax_lse: bool,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attend to each sequence's keys from its queries.
 
@@ -46,13 +47,14 @@ class TorchPrefillBackend(MLAPrefillBackend):
             max_seqlen_k: The most keys of a sequence; not needed here.
             causal: A sequence's last query sees all of its keys, each one before sees one less.
             return_softmax_lse: Whether to return the second tensor.
+            out: Where to write the output, or None.
 
         Returns:
             The output, ``[num_queries, num_heads, v_head_dim]`` in the dtype of ``q``, and the
             natural logarithm of each softmax's denominator, ``[num_heads, num_queries]`` float32.
             A query that sees no key has output 0 and lse -inf.
         """
-        out = q.new_zeros(*q.shape[:-1], v.shape[-1])
+        out = q.new_zeros(*q.shape[:-1], v.shape[-1]) if out is None else out.zero_()
         lse = q.new_full((q.shape[1], q.shape[0]), float("-inf"), dtype=torch.float32)
         starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
         for first, stop_q, start_k, stop_k in zip(

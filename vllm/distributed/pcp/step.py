@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What layers may know of the step that is running, beside its tensors.
 
-Set by the runner ahead of the forward pass, the same on every rank up to the rows' lengths. Layers
-read it when they run, never when they are built or traced: a step's kind is not a constant.
+Set by the runner ahead of the forward pass. Whether the step is partitioned is the same on every
+rank; the order of rows is a rank's own. Layers read it when they run, never when they are built or
+traced: a step's kind is not a constant.
 """
 
 from __future__ import annotations

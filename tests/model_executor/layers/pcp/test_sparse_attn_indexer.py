@@ -98,3 +98,19 @@ def test_graphs_are_split_at_the_operator() -> None:
         routing.route(config)
         routing.route(config)
     assert config.compilation_config.splitting_ops.count(routing.INDEXER_OP) == 1
+
+
+@pytest.mark.parametrize("setting", ["skip_k_cache_insert", "use_fp4_cache"])
+def test_indexers_whose_keys_are_written_elsewhere_are_refused(
+    setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.model_executor.layers.pcp.sparse_attn_indexer import PCPSparseAttnIndexer
+    from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer
+
+    def stock_init(self: Any, **settings: bool) -> None:
+        torch.nn.Module.__init__(self)
+        vars(self).update({"skip_k_cache_insert": False, "use_fp4_cache": False} | settings)
+
+    monkeypatch.setattr(SparseAttnIndexer, "__init__", stock_init)
+    with pytest.raises(NotImplementedError, match=f"{setting}=True"):
+        PCPSparseAttnIndexer(**{setting: True})

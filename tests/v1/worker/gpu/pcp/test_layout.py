@@ -416,7 +416,22 @@ def test_plan_has_no_input_that_differs_between_ranks() -> None:
         "num_computed_tokens",
         "is_prefilling",
         "pcp_world_size",
+        "pad",
     ]
+
+
+def test_ranks_run_as_many_rows_as_they_are_padded_to() -> None:
+    scheduled, computed = np.array([2, 21], dtype=np.int32), np.array([0, 4], dtype=np.int32)
+    prefilling = np.array([True, True])
+    plan = layout.plan_partition(
+        scheduled, computed, prefilling, pcp_world_size=2, pad=lambda rows: rows + 5
+    )
+    assert plan is not None
+    assert plan.num_tokens_after_padding == plan.num_local_tokens.max() + 5
+    for rank in range(2):
+        assert plan.gather_idx(rank).shape == (plan.num_tokens_after_padding,)
+    assert plan.slot_idx.shape == (2 * plan.num_tokens_after_padding,)
+    assert sorted(plan.slot_idx[plan.slot_idx >= 0].tolist()) == list(range(23))
 
 
 def test_inputs_are_left_alone() -> None:

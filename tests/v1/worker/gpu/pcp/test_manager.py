@@ -67,10 +67,14 @@ def make_batch(requests: list[tuple[int, int, bool]]) -> InputBatch:
     return batch
 
 
-@pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[PCPManager]]:
-    """Return what makes managers of all ranks of a group that is not there."""
+@pytest.fixture(params=[(), (16, 32, 48)], ids=["no graphs", "graphs"])
+def ranks(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., list[PCPManager]]:
+    """Return what makes managers of all ranks of a group that is not there.
 
+    Before and after graphs of some numbers of rows were captured.
+    """
     # No pinned memory without a GPU.
     monkeypatch.setattr(copies, "async_copy_to_gpu", lambda array, device: torch.from_numpy(array))
 
@@ -87,6 +91,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[PCPManager]]:
             monkeypatch.setattr(manager_module, "get_pcp_group", lambda group=group: group)
             monkeypatch.setattr(manager_module, "kv_shards", lambda _, shards=shards: shards)
             managers.append(PCPManager(config, torch.device("cpu")))
+            managers[-1].graphs.allocate(max(request.param, default=0), torch.device("cpu"))
+            managers[-1].graphs.num_rows = np.array(request.param)
         return managers
 
     return make

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from vllm.v1.worker.gpu.pcp.model_runner import PCPRunnerMixin
+from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec
+from vllm.v1.worker.gpu.pcp.model_runner import PCPRunnerMixin, with_quant_mode
 
 P = 2
 MAX_LOCAL_TOKENS = 10
@@ -94,3 +96,19 @@ def test_dummy_runs_are_of_one_ranks_share(runner: Any) -> None:
 def test_the_gather_buffer_is_counted_before_the_kv_cache_is_sized(runner: Any) -> None:
     runner.load_model()
     assert runner.model_memory_usage == 100 + 7 * 16
+
+
+@pytest.mark.parametrize("cache_dtype", ["fp8_ds_mla", "fp8", "auto"])
+def test_a_latent_cache_with_scales_in_its_rows_is_said_to_be_quantised(cache_dtype: str) -> None:
+    """One that is not said to be is laid out without room for them."""
+    spec = MLAAttentionSpec(
+        block_size=64,
+        num_kv_heads=1,
+        head_size=576,
+        dtype=torch.uint8,
+        cache_dtype_str=cache_dtype,
+    )
+    assert spec.kv_quant_mode == KVQuantMode.NONE
+    completed = with_quant_mode(spec)
+    assert isinstance(completed, MLAAttentionSpec)
+    assert (completed.kv_quant_mode != KVQuantMode.NONE) == (cache_dtype == "fp8_ds_mla")

@@ -21,12 +21,10 @@ BACKENDS = {
     "FLASHMLA": f"{__name__}.mla.flashmla.PCPFlashMLABackend",
     "CUTLASS_MLA": f"{__name__}.mla.cutlass_mla.PCPCutlassMLABackend",
     "FLASHINFER_MLA": f"{__name__}.mla.flashinfer_mla.PCPFlashInferMLABackend",
-    "FLASH_ATTN_MLA_SPARSE": (f"{__name__}.mla.flashattn_mla_sparse.PCPFlashAttnMLASparseBackend"),
-    "FLASHMLA_SPARSE": f"{__name__}.mla.flashmla_sparse.PCPFlashMLASparseBackend",
-    "FLASHINFER_MLA_SPARSE": (
-        f"{__name__}.mla.flashinfer_mla_sparse.PCPFlashInferMLASparseBackend"
-    ),
     "TRITON_MLA": f"{__name__}.mla.triton_mla.PCPTritonMLABackend",
+    "FLASH_ATTN_MLA_SPARSE": f"{__name__}.mla.flashattn_mla_sparse.PCPFlashAttnMLASparseBackend",
+    "FLASHMLA_SPARSE": f"{__name__}.mla.flashmla_sparse.PCPFlashMLASparseBackend",
+    "FLASHINFER_MLA_SPARSE": f"{__name__}.mla.flashinfer_mla_sparse.PCPFlashInferMLASparseBackend",
 }
 
 # Those that attend to a KV cache of which each rank has a part, D > 1: decodes return their

@@ -29,6 +29,7 @@ Source: DualChunkSwap is the load-balanced context parallelism of arXiv:2407.217
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,8 +82,8 @@ class PartitionPlan:
         row_is_owned: ``[P, W]`` bool, False for the copies of a replicated row on the ranks that do
             not own it.
         num_local_tokens: ``[P]`` int32, tokens that each rank computes.
-        num_tokens_after_padding: ``L``, the largest of them; every rank runs and gathers this many
-            rows.
+        num_tokens_after_padding: ``L``, the largest of them or more; every rank runs and gathers so
+            many rows.
         slot_idx: ``[P * L]`` int32, global token whose KV the gathered row is, or ``NO_SLOT``. Each
             token of the batch stands here exactly once.
     """
@@ -158,6 +159,7 @@ def plan_partition(
     is_prefilling: BoolArray,
     *,
     pcp_world_size: int,
+    pad: Callable[[int], int] = int,
 ) -> PartitionPlan | None:
     """Partition one step.
 
@@ -166,6 +168,8 @@ def plan_partition(
         num_computed_tokens: ``[num_reqs]`` int32, tokens already in the KV cache.
         is_prefilling: ``[num_reqs]`` bool, False for decodes.
         pcp_world_size: ``P``, >= 2.
+        pad: From the largest rank's number of tokens to the rows that every rank runs; the same
+            function on every rank.
 
     Returns:
         The plan, or None if no prefill of the step is partitioned and the step is to be left as it
@@ -213,7 +217,7 @@ def plan_partition(
     row_is_owned = row_is_owned.ravel()[flat_order]
     row_token = first_token[row_req] + row_offset
     num_local_tokens = row_len.sum(axis=1, dtype=np.int32)
-    num_tokens_after_padding = int(num_local_tokens.max())
+    num_tokens_after_padding = pad(int(num_local_tokens.max()))
     return PartitionPlan(
         pcp_world_size=size,
         num_tokens=int(num_scheduled_tokens.sum()),

@@ -20,6 +20,7 @@ from vllm.logger import init_logger
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.pcp.copies import copy_to_device
+from vllm.v1.worker.gpu.pcp.graphs import PartitionGraphs
 from vllm.v1.worker.gpu.pcp.layout import (
     Int32Array,
     PartitionPlan,
@@ -45,7 +46,8 @@ class PCPStats:
             of these.
         num_scheduled_tokens: Tokens of the global batches.
         num_local_tokens: Tokens that this rank computed.
-        num_padding_tokens: Rows that this rank ran only to be as long as the longest rank.
+        num_padding_tokens: Rows that this rank ran only to be as long as the longest rank, or as a
+            CUDA graph.
         num_gathered_bytes: Bytes of KV gathered, all layers, padding included.
     """
 
@@ -99,6 +101,7 @@ class PCPManager:
             self.pcp_world_size,
         )
         self.stats = PCPStats()
+        self.graphs = PartitionGraphs()
         self.kv_gather: KVGather | None = None
         self._next_log = 0.0
 
@@ -133,6 +136,7 @@ class PCPManager:
             batch.num_computed_tokens_np,
             batch.is_prefilling_np,
             pcp_world_size=self.pcp_world_size,
+            pad=self.graphs.pad,
         )
         self.stats.num_steps += 1
         if plan is None:
@@ -146,7 +150,9 @@ class PCPManager:
         gather_idx, slot_idx, query_start_loc, row_req_device = copy_to_device(
             plan.gather_idx(rank), plan.slot_idx, query_start_loc_np, row_req, device=self.device
         )
-        positions = batch.positions.index_select(0, gather_idx)
+        input_ids, positions = self.graphs.select_inputs(
+            batch.input_ids, batch.positions, gather_idx
+        )
         # Lengths come from the positions on the device, which the host's count may run ahead of.
         seq_lens = positions.index_select(0, query_start_loc[1:] - 1).add_(1).to(torch.int32)
         num_computed_tokens_np = batch.num_computed_tokens_np[row_req] + plan.row_offset[rank]
@@ -178,7 +184,7 @@ class PCPManager:
             prefill_len_np=prefill_len_np,
             num_computed_prefill_tokens_np=np.minimum(num_computed_tokens_np, prefill_len_np),
             is_prefilling_np=batch.is_prefilling_np[row_req],
-            input_ids=batch.input_ids.index_select(0, gather_idx),
+            input_ids=input_ids,
             positions=positions,
             is_padding=is_padding,
         )

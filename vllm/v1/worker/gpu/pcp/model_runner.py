@@ -10,13 +10,15 @@ import numpy as np
 import torch
 
 from vllm.config import get_layers_from_vllm_config
-from vllm.distributed.parallel_state import get_dcp_group
+from vllm.distributed.parallel_state import get_dcp_group, graph_capture
 from vllm.distributed.pcp.collectives import broadcast_from_first_rank, gather_rows
 from vllm.distributed.pcp.step import REPLICATED, StepState, set_step_state
+from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.v1.attention.backends.pcp import BACKENDS
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec, get_kv_quant_mode
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.pcp.graphs import PartitionGraphs
 from vllm.v1.worker.gpu.pcp.manager import PCPManager, PCPStep
 from vllm.v1.worker.gpu.pcp.pooling import EmbeddingRunner
 
@@ -37,8 +39,8 @@ class PCPRunnerMixin(_RunnerBase):
     """Over a V2 model runner that has been built: see ``make_pcp_runner``.
 
     A step without a partitioned prefill takes the stock path from end to end. A partitioned step
-    runs outside CUDA graphs; between ``prepare_inputs`` and the restored hidden states the runner
-    sees the local batch.
+    replays graphs of its own (``graphs``), or none; between ``prepare_inputs`` and the restored
+    hidden states the runner sees the local batch.
     """
 
     pcp: PCPManager
@@ -122,6 +124,50 @@ class PCPRunnerMixin(_RunnerBase):
         torch.empty(shape, dtype=dtype, device=self.device)
 
     @torch.inference_mode()
+    def capture_model(self) -> int:
+        """Capture the graphs of other steps, then those of partitioned ones.
+
+        Returns:
+            Bytes that the graphs take.
+
+        Collectives: those of the layers of experts.
+        """
+        num_bytes: int = super().capture_model()
+        assert self.cudagraph_manager is not None
+        if PartitionGraphs.are_wanted(self.cudagraph_manager):
+            num_bytes += self._capture_partition_graphs()
+        return num_bytes
+
+    def _capture_partition_graphs(self) -> int:
+        free_bytes = torch.accelerator.get_memory_info()[0]
+        graphs = self.pcp.graphs
+        sizes = graphs.sizes(self.pcp.max_local_tokens)
+        if not sizes:
+            return 0
+        graphs.allocate(sizes[-1], self.device)
+        self.model.register_forward_pre_hook(graphs.before_forward)
+        set_step_state(StepState(is_partitioned=True))
+        with graph_capture(device=self.device):
+            # The largest first: the others fit into its memory.
+            for num_rows in reversed(sizes):
+                inputs = {
+                    "input_ids": graphs.input_ids[:num_rows],
+                    "positions": graphs.positions[:num_rows],
+                    **self.model_state.prepare_dummy_inputs(
+                        min(num_rows, self.max_num_reqs), num_rows
+                    ),
+                }
+                # Once as it is, which compiles kernels, then to be captured.
+                for replayed_rows in (None, num_rows):
+                    graphs.replayed_rows = replayed_rows
+                    with set_forward_context(None, self.vllm_config, num_tokens=num_rows):
+                        self.model(**inputs)
+        graphs.replayed_rows = None
+        set_step_state(REPLICATED)
+        graphs.num_rows = np.array(sizes)
+        return free_bytes - torch.accelerator.get_memory_info()[0]
+
+    @torch.inference_mode()
     def warm_up_gather(self) -> None:
         """Run every PCP collective once.
 
@@ -188,12 +234,13 @@ class PCPRunnerMixin(_RunnerBase):
             intermediate_tensors,
             dummy_run,
             skip_attn_for_dummy_run,
-            # What a profiling run and a partitioned step have in common: no CUDA graph.
+            # What a profiling run and a partitioned step have in common: none of vLLM's graphs.
             is_profile=is_profile or self._partitions_step or self._is_gather_warm_up,
         )
         step, self._pcp_step = self._pcp_step, None
         if step is not None:
             set_step_state(REPLICATED)
+            self.pcp.graphs.replayed_rows = None
             self._restore(step)
         return output
 
@@ -225,7 +272,11 @@ class PCPRunnerMixin(_RunnerBase):
         assert (self._pcp_step is not None) == self._partitions_step, (
             "the step was dispatched for another batch"
         )
-        return batch if self._pcp_step is None else self._pcp_step.local_batch
+        if self._pcp_step is None:
+            return batch
+        num_rows = self._pcp_step.plan.num_tokens_after_padding
+        self.pcp.graphs.replayed_rows = num_rows if num_rows in self.pcp.graphs.num_rows else None
+        return self._pcp_step.local_batch
 
     def prepare_attn(
         self, input_batch: InputBatch

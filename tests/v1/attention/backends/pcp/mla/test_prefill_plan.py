@@ -38,6 +38,7 @@ def plan(
     max_tokens: int = 10_000,
     shards: KVShards = UNSHARED,
     ends: dict[int, int] | None = None,
+    max_repeated_tokens: int = 0,
 ) -> PrefillPlan:
     req, start, length = (np.array(column, dtype=np.int32) for column in zip(*rows, strict=True))
     return plan_prefill(
@@ -48,6 +49,7 @@ def plan(
         max_tokens=max_tokens,
         shards=shards,
         req_end=None if ends is None else np.array([ends[r] for r in range(len(ends))]),
+        max_repeated_tokens=max_repeated_tokens,
     )
 
 
@@ -184,6 +186,16 @@ def test_the_number_of_launches_does_not_grow_with_requests(num_requests: int) -
     assert len(batch.calls) == 2
 
 
+def test_little_is_projected_twice_for_one_launch() -> None:
+    rows = [(0, 30, 10), (1, 9, 4), (0, 0, 10)]
+    prefill = plan(rows, max_repeated_tokens=10)
+    require_causal(prefill, rows)
+    (batch,) = prefill.batches
+    assert batch.num_tokens == 40 + 13 + 10
+    assert len(batch.calls) == 1
+    assert len(plan(rows, max_repeated_tokens=9).batches[0].calls) > 1
+
+
 def test_long_requests_are_merged_from_pieces() -> None:
     rows = [(0, 20, 6), (0, 60, 6), (1, 0, 3)]
     prefill = plan(rows, page_size=4, max_tokens=20)
@@ -237,7 +249,8 @@ def test_ranks_that_share_read_alike_and_every_query_sees_its_past_once(
     max_tokens = len(ranks) * page_size + spare
     read = []
     for shards, rows in zip(ranks, rows_by_rank, strict=True):
-        prefill = plan(rows, page_size, max_tokens, shards, ends)
+        # Whatever may be repeated, nothing is: it would depend on a rank's rows.
+        prefill = plan(rows, page_size, max_tokens, shards, ends, max_repeated_tokens=1000)
         keys = [gathered_keys_of(batch, rows, shards, ends) for batch in prefill.batches]
         require_causal(prefill, rows, keys)
         read.append(

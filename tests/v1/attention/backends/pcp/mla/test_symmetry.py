@@ -148,7 +148,7 @@ def make_builder(family: str, pcp: int, manager: PCPManager) -> Any:
     builder.model_config = SimpleNamespace(dtype=torch.float32, get_head_size=lambda: 576)
     builder.chunked_prefill_workspace_size = WORKSPACE
     builder.chunked_prefill_workspace = torch.empty(WORKSPACE, LATENT + ROPE)
-    builder._prefill_backend = PrefillBackend()
+    builder._prefill_backend, builder._has_plan = PrefillBackend(), True
     builder.dcp_world_size = 1
     builder.shards, builder.gathered = manager.shards, None
     builder.cp_kv_cache_interleave_size = manager.shards.interleave

@@ -28,9 +28,12 @@ class PCPFlashAttnPrefillBackend(FlashAttnPrefillBackend):
         max_seqlen_k: int,
         causal: bool,
         return_softmax_lse: bool,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attend within each sequence; see ``AttendingPrefillBackend``."""
-        return self._flash_attn_varlen_diff_headdims(
+        # Padded to the width of keys, an output is a view of a wider one.
+        own_out = None if self.requires_v_padding else out
+        result = self._flash_attn_varlen_diff_headdims(
             q=q,
             k=k,
             v=v,
@@ -41,4 +44,8 @@ class PCPFlashAttnPrefillBackend(FlashAttnPrefillBackend):
             softmax_scale=self.scale,
             causal=causal,
             return_softmax_lse=return_softmax_lse,
+            out=own_out,
         )
+        if out is not None and own_out is None:
+            out.copy_(result[0] if isinstance(result, tuple) else result)
+        return result

@@ -73,6 +73,9 @@ else:
     _DenseImplBase = SharedDecodeMixin
     _BuilderBase = RowsPerRequestMixin
 
+# Up-projecting so many tokens takes the GPU about as long as the host takes for a launch.
+MAX_REPEATED_TOKENS = 4096
+
 # Log-sum-exp of no keys at all. Finite, so that merging two of them is not NaN.
 NO_KEYS = -1e30
 
@@ -118,6 +121,7 @@ class PlanPrefillMixin(_BuilderBase):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._has_plan = isinstance(self._prefill_backend, AttendingPrefillBackend)
         parallel_config = vllm_config.parallel_config
         self.shards = kv_shards(parallel_config.cp_kv_cache_interleave_size)
         self.gathered: torch.Tensor | None = None
@@ -130,7 +134,7 @@ class PlanPrefillMixin(_BuilderBase):
         Raises:
             NotImplementedError: vLLM chose a prefill backend that cannot run a plan.
         """
-        if not isinstance(self._prefill_backend, AttendingPrefillBackend):
+        if not self._has_plan:
             raise NotImplementedError(
                 "Prefill context parallelism does not support decode context parallelism with the "
                 f"MLA prefill backend that vLLM chose (got {self._prefill_backend.get_name()}). "
@@ -161,9 +165,13 @@ class PlanPrefillMixin(_BuilderBase):
         fast_build: bool = False,
     ) -> Any:
         """Build as usual; then plan the rows that the stock builder counts as prefills."""
-        row_len = np.diff(common_attn_metadata.query_start_loc_cpu.numpy())
-        seq_lens = common_attn_metadata.seq_lens_cpu_upper_bound
-        common = self._stock_view(common_attn_metadata)
+        common = common_attn_metadata
+        if self.shards.world_size == 1 and common.max_query_len == 1:
+            # The cache whole and rows of one token: nothing to plan.
+            return super().build(common_prefix_len, common, fast_build)
+        row_len = np.diff(common.query_start_loc_cpu.numpy())
+        seq_lens = common.seq_lens_cpu_upper_bound
+        common = self._stock_view(common)
         metadata = super().build(common_prefix_len, common, fast_build)
         if metadata.decode is not None:
             # Which tokens a rank keeps matters to masks only, and these rows have one token each.
@@ -173,7 +181,7 @@ class PlanPrefillMixin(_BuilderBase):
         assert seq_lens is not None
         seq_lens_np = seq_lens.numpy()[: row_len.shape[0]]
         num_decodes = metadata.num_decodes
-        if isinstance(self._prefill_backend, AttendingPrefillBackend):
+        if self._has_plan:
             metadata.prefill = self._plan(metadata.prefill, seq_lens_np, row_len, num_decodes)
         else:
             row_start, rows = seq_lens_np - row_len, slice(num_decodes, None)
@@ -187,8 +195,7 @@ class PlanPrefillMixin(_BuilderBase):
             step = get_step_state()
             if step.is_partitioned:
                 common = end_decodes_at(common, step.num_decodes)
-        has_plan = isinstance(self._prefill_backend, AttendingPrefillBackend)
-        if has_plan and common.seq_lens_cpu_upper_bound is not None:
+        if self._has_plan and common.seq_lens_cpu_upper_bound is not None:
             # Without context the stock builder plans none.
             query_lens = common.query_start_loc_cpu.diff()
             common = dataclasses.replace(common, seq_lens_cpu_upper_bound=query_lens)
@@ -213,6 +220,7 @@ class PlanPrefillMixin(_BuilderBase):
             row_req[rows],
             page_size=self.page_size,
             max_tokens=self.chunked_prefill_workspace.shape[0],
+            max_repeated_tokens=MAX_REPEATED_TOKENS,
             shards=self.shards,
             # What some rank attends to, each has to take part in gathering.
             req_end=req_end if self.shards.world_size > 1 else None,
@@ -361,7 +369,7 @@ class PlannedPrefillMixin(GatherLatentMixin, _DenseImplBase):
             k, v = self._keys_and_values(latents)
             for call in batch.calls:
                 queries, keys = call.call.queries, call.call.keys
-                out[queries] = self._attend(prefill, call, q[queries], k[keys], v[keys])
+                self._attend(prefill, call, q[queries], k[keys], v[keys], out=out[queries])
 
     def _compute_prefill_context(
         self,
@@ -465,6 +473,7 @@ class PlannedPrefillMixin(GatherLatentMixin, _DenseImplBase):
         v: torch.Tensor,
         *,
         return_softmax_lse: bool = False,
+        out: torch.Tensor | None = None,
     ) -> Any:
         backend: Any = prefill.prefill_backend
         return backend.attend(
@@ -477,4 +486,5 @@ class PlannedPrefillMixin(GatherLatentMixin, _DenseImplBase):
             max_seqlen_k=call.call.max_seqlen_k,
             causal=call.call.is_causal,
             return_softmax_lse=return_softmax_lse,
+            out=out,
         )

@@ -31,6 +31,7 @@ class AttendingPrefillBackend(Protocol):
         max_seqlen_k: int,
         causal: bool,
         return_softmax_lse: bool,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attend within each of several sequences.
 
@@ -45,6 +46,7 @@ class AttendingPrefillBackend(Protocol):
             causal: Whether the last query of a sequence sees its last key, the one before one less,
                 and so on; otherwise all queries see all keys.
             return_softmax_lse: Whether to return the log-sum-exp of the scores too.
+            out: ``[T, num_heads, v_head_dim]``, contiguous, to be written and returned; or None.
 
         Returns:
             ``[T, num_heads, v_head_dim]``, and ``[num_heads, T]`` float32 if asked for.

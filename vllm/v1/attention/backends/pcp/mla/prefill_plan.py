@@ -20,9 +20,13 @@ batch.
     head's keys            |<---------------->|
     tail's keys            |<-------------------------------->|
 
+Where that is little, the head's keys are up-projected a second time, as if it were a request of its
+own: then one launch does for all rows, and short steps wait for launches, not for the GPU.
+
 Where ranks share the KV cache, each reads what it keeps of a piece, all gather, and each
 up-projects only what its own rows attend to. Batches and what is read for them then follow from the
 requests' lengths alone, so that all ranks gather the same, a rank without keys in a batch too.
+Which rows a rank has must not show in them, so that no head is a request of its own.
 
 The attention kernel takes runs of consecutive rows whose keys lie behind one another. Keys between
 two rows' keys, the rest of a piece behind a head, are handed to a sequence without queries.
@@ -127,6 +131,7 @@ def plan_prefill(
     *,
     page_size: int,
     max_tokens: int,
+    max_repeated_tokens: int = 0,
     shards: KVShards = UNSHARED,
     req_end: Int32Array | None = None,
 ) -> PrefillPlan:
@@ -140,15 +145,23 @@ def plan_prefill(
         page_size: What a rank keeps of a piece starts at a multiple of it.
         max_tokens: Tokens of a batch, gathered padding included; at least ``page_size`` of each
             rank.
+        max_repeated_tokens: Tokens that may be up-projected a second time, to save launches; none
+            are where ranks share.
         shards: How ranks share the KV cache.
         req_end: ``[num_reqs]`` int32, tokens of each request, by number, after the step. None where
             ranks do not share; where they do, each has rows of all requests that are planned.
     """
+    row_end = row_start.astype(np.int64) + row_len
     req, first_row, group = np.unique(row_req, return_index=True, return_inverse=True)
-    rows = _Rows(row_start.astype(np.int64), row_start.astype(np.int64) + row_len, group)
     # Up to the end of its last row here.
     num_needed = np.zeros(first_row.shape[0], dtype=np.int64)
-    np.maximum.at(num_needed, group, rows.end)
+    np.maximum.at(num_needed, group, row_end)
+    num_projected = int(row_end.sum())
+    num_repeated = num_projected - int(num_needed.sum())
+    if req_end is None and 0 < num_repeated <= max_repeated_tokens and num_projected <= max_tokens:
+        first_row = group = np.arange(row_end.shape[0])
+        num_needed = row_end
+    rows = _Rows(row_start.astype(np.int64), row_end, group)
     num_read = num_needed if req_end is None else req_end[req].astype(np.int64)
     pieces, bounds = _cut(num_read, shards, page_size=page_size, max_tokens=max_tokens)
     rows = _split(rows, pieces)
