@@ -20,7 +20,9 @@ import torch.distributed as dist
 from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.distributed.pcp.groups import init_dcp_group
+from vllm.distributed.pcp.kv_shards import KVShards
 from vllm.distributed.pcp.shard_collectives import (
+    exchange_blocks,
     gather_heads,
     gather_lse,
     gather_shards,
@@ -36,6 +38,19 @@ def ranks_of_groups() -> dict[str, list[int]]:
     return {name: getattr(parallel_state, f"get_{name}_group")().ranks for name in GROUPS}
 
 
+def exchanged(shards: KVShards, num_query_groups: int) -> list[torch.Tensor]:
+    """Return what comes back of one block for all, one for each TP rank and one for each rank.
+
+    A block holds the sender's DCP rank and its own number.
+    """
+    exchanges = []
+    for num_blocks in (1, num_query_groups, shards.world_size):
+        sent = torch.tensor([(shards.rank, block) for block in range(num_blocks)])
+        exchanges.append((sent, torch.full((shards.world_size, 2), -1)))
+    exchange_blocks(*exchanges)
+    return [received for _, received in exchanges]
+
+
 def use_groups() -> dict[str, Any]:
     """Run each collective once, with the rank's DCP rank for values, and return what comes back."""
     shards = kv_shards(interleave=2)
@@ -49,6 +64,9 @@ def use_groups() -> dict[str, Any]:
         "dcp_rank": shards.rank,
         "gather_order": shards.gather_order,
         "gathered": gathered,
+        "exchanged": exchanged(
+            shards, shards.world_size // parallel_state.get_pcp_group().world_size
+        ),
         "lse": gather_lse(value),
         "sum": sum_over_shards(value.clone()),
         "heads": gather_heads(torch.full((2, 1, 3), float(tp_rank))),

@@ -124,6 +124,18 @@ def test_collectives_of_real_ranks(world: list[int], ranks: list[dict[str, Any]]
 
 
 @pytest.mark.slow
+def test_blocks_reach_whom_they_are_for(world: list[int], ranks: list[dict[str, Any]]) -> None:
+    _, _, pcp, tp, dcp = world
+    for rank, seen in enumerate(ranks):
+        order = seen["gather_order"]
+        senders = sorted(range(dcp), key=lambda sender: order[sender])
+        tp_rank = rank % tp if dcp > pcp else 0
+        own = (0, tp_rank, order[seen["dcp_rank"]])
+        for block, received in zip(own, seen["exchanged"], strict=True):
+            assert received.tolist() == [[sender, block] for sender in senders]
+
+
+@pytest.mark.slow
 def test_gathered_rows_are_not_in_the_order_of_dcp_ranks(folder: Path) -> None:
     """Whoever takes them to be so reads other ranks' tokens."""
     seen = torch.load(folder / "1x1x2x2x4-0.pt")

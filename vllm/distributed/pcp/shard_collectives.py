@@ -26,7 +26,8 @@ def gather_shards(gathered: torch.Tensor, own_rows: torch.Tensor) -> None:
     """Fill in what the other ranks have in their parts.
 
     Args:
-        gathered: ``[D * num_rows, width]``, contiguous, the same shape on every rank.
+        gathered: ``[D * num_rows, width]``, contiguous, the same shape on every rank; FP8 as bytes,
+            NCCL knows none.
         own_rows: ``KVShards.own_rows`` of it, filled.
 
     Collectives: one all_gather on the DCP group.
@@ -39,15 +40,45 @@ def gather_shards(gathered: torch.Tensor, own_rows: torch.Tensor) -> None:
         pynccl.all_gather(gathered, own_rows)
 
 
+def exchange_blocks(*exchanges: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Send each rank its block, and receive this rank's from each, by place in ``gather_order``.
+
+    Args:
+        *exchanges: ``[B, ...]`` to send and ``[D, ...]`` to fill, contiguous, the same shapes on
+            every rank. Place p is sent block ``p % B``: its own, with B = D; with B = D / P that of
+            its heads, since ranks are numbered TP-minor.
+
+    Collectives: an all-to-all for each exchange on the DCP group, on GPUs as one NCCL group: one
+    launch.
+    """
+    group = get_dcp_group()
+    size = group.world_size
+    pynccl = pynccl_communicator(group)
+    if pynccl is None:
+        for sent, received in exchanges:
+            blocks = sent.repeat(size // sent.shape[0], *[1] * (sent.dim() - 1))
+            dist.all_to_all_single(received, blocks, group=group.device_group)
+        return
+    pynccl.group_start()
+    for sent, received in exchanges:
+        for peer in range(size):
+            pynccl.send(sent[peer % sent.shape[0]], peer)
+            pynccl.recv(received[peer], peer)
+    pynccl.group_end()
+
+
 def gather_heads(q: torch.Tensor) -> torch.Tensor:
     """Return ``[num_tokens, TP * num_heads, head_size]``, the heads of all TP ranks in rank order.
 
     Args:
-        q: ``[num_tokens, num_heads, head_size]``, the same shape on every rank.
+        q: ``[num_tokens, num_heads, head_size]``, of any strides and any dtype, the same shape on
+            every rank.
 
     Collectives: one all_gather on the TP group.
     """
-    return get_tp_group().all_gather(q, dim=1)
+    # NCCL knows no FP8, shared memory no bytes.
+    rows = q.contiguous().view(torch.uint8) if q.dtype.itemsize == 1 else q.contiguous()
+    return get_tp_group().all_gather(rows, dim=1).view(q.dtype)
 
 
 def gather_lse(lse: torch.Tensor) -> torch.Tensor:

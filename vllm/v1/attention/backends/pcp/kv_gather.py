@@ -128,12 +128,31 @@ class GatherQuantizedKVMixin(GatherKVMixin):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
+        _, num_kv_heads, head_size = key.shape
+        self._pack(layer, key, value, kv_cache.dtype)
+        rows = get_kv_gather().finish()
+        if is_quantized_kv_cache(self.kv_cache_dtype):
+            self._write_quantized(layer, rows, num_kv_heads, head_size, kv_cache, slot_mapping)
+        else:
+            keys, values = kv_views(rows.view(kv_cache.dtype), num_kv_heads, head_size, head_size)
+            self._write(layer, keys, values, kv_cache[:, 0], kv_cache[:, 1], slot_mapping)
+
+    def _pack(
+        self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``key`` and ``value`` as the cache has them, views of this rank's rows.
+
+        Args:
+            layer: The attention layer, for its cache scales.
+            key: ``[n, num_kv_heads, head_size]``.
+            value: The same.
+            dtype: The cache's.
+        """
         num_tokens, num_kv_heads, head_size = key.shape
         gather = get_kv_gather()
-        own_rows = gather.begin(num_tokens, 2 * num_kv_heads * head_size * kv_cache.element_size())
-        own_keys, own_values = kv_views(
-            own_rows.view(kv_cache.dtype), num_kv_heads, head_size, head_size
-        )
+        assert num_tokens <= gather.identity.shape[0], f"{num_tokens} tokens"
+        own_rows = gather.begin(num_tokens, 2 * num_kv_heads * head_size * dtype.itemsize)
+        own_keys, own_values = kv_views(own_rows.view(dtype), num_kv_heads, head_size, head_size)
         self._write(
             layer,
             key,
@@ -142,12 +161,7 @@ class GatherQuantizedKVMixin(GatherKVMixin):
             own_values.unsqueeze(0),
             gather.identity[:num_tokens],
         )
-        rows = gather.finish()
-        if is_quantized_kv_cache(self.kv_cache_dtype):
-            self._write_quantized(layer, rows, num_kv_heads, head_size, kv_cache, slot_mapping)
-        else:
-            keys, values = kv_views(rows.view(kv_cache.dtype), num_kv_heads, head_size, head_size)
-            self._write(layer, keys, values, kv_cache[:, 0], kv_cache[:, 1], slot_mapping)
+        return own_keys, own_values
 
     def _write(
         self,

@@ -194,6 +194,7 @@ class PCPManager:
             row_req=row_req,
             req_end=batch.num_computed_tokens_np + batch.num_scheduled_tokens,
             num_decodes=int(np.count_nonzero(~batch.is_prefilling_np)),
+            plan=plan,
         )
         return PCPStep(plan, batch, local_batch, slot_idx, row_req_device, state)
 

@@ -12,6 +12,7 @@ import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.distributed.parallel_state import get_dcp_group, graph_capture
 from vllm.distributed.pcp.collectives import broadcast_from_first_rank, gather_rows
+from vllm.distributed.pcp.shard_collectives import gather_shards
 from vllm.distributed.pcp.step import REPLICATED, StepState, set_step_state
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention, MLAAttention
@@ -185,6 +186,9 @@ class PCPRunnerMixin(_RunnerBase):
         assert hidden_states is not None
         gather_rows(hidden_states)
         broadcast_from_first_rank(torch.zeros(1, 1, dtype=torch.int64, device=self.device))
+        if self.use_dcp:
+            rows = torch.zeros(self.dcp_size, 16, dtype=torch.uint8, device=self.device)
+            gather_shards(rows, self.pcp.shards.own_rows(rows))
         self.pcp.reset_stats()
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
