@@ -101,6 +101,9 @@ class OneGpu:
     def is_cuda(self) -> bool:
         return True
 
+    def is_cpu(self) -> bool:
+        return False
+
     def device_count(self) -> int:
         return 1
 
@@ -147,6 +150,17 @@ def one_gpu(worker_cls: str) -> Change:
     return change
 
 
+gpus = one_gpu("some.other.Worker")
+
+
+def all_of(*changes: Change) -> Change:
+    def change(config: VllmConfig, patch: pytest.MonkeyPatch) -> None:
+        for one in changes:
+            one(config, patch)
+
+    return change
+
+
 CASES = {
     "model runner V1": Case(
         "VLLM_USE_V2_MODEL_RUNNER=0",
@@ -172,8 +186,17 @@ CASES = {
     "decode context parallelism of other sizes": Case(
         "decode_context_parallel_size=3, not 1 or 2", model=DEEPSEEK, change=dcp(3)
     ),
-    "decode context parallelism with GQA, MHA and sparse MLA models": Case(
-        "architecture=LlamaForCausalLM", change=dcp(2)
+    "decode context parallelism over TP with several KV heads": Case(
+        "decode_context_parallel_size=4 with 2 KV heads",
+        model={"num_key_value_heads": 2},
+        args={"tensor_parallel_size": 2},
+        change=all_of(gpus, dcp(4)),
+    ),
+    "decode context parallelism with sparse MLA models": Case(
+        "index_topk=8", DEEPSEEK_V32, change=dcp(2)
+    ),
+    "decode context parallelism with sliding windows": Case(
+        "sliding_window=64", {"sliding_window": 64}, change=all_of(gpus, dcp(2))
     ),
     "decode context parallelism with some attention backends": Case(
         "attention_backend=TRITON_ATTN",
@@ -420,7 +443,12 @@ DCP = {
         args={"tensor_parallel_size": 4},
         change=dcp(4),
     ),
-    "sparse MLA": Case("index_topk=8", DEEPSEEK_V32, change=dcp(2)),
+    "GQA on CPUs": Case("attention_backend=CPU_ATTN", change=dcp(2)),
+    "another backend": Case(
+        "attention_backend=FLASHINFER",
+        args={"attention_backend": "FLASHINFER"},
+        change=all_of(gpus, dcp(2)),
+    ),
 }
 
 SUPPORTED = {
@@ -428,6 +456,12 @@ SUPPORTED = {
     "KV cache of MLA shared along the PCP axis": Case(model=DEEPSEEK, change=dcp(2)),
     "KV cache of MLA shared by all ranks": Case(
         model=DEEPSEEK, args={"tensor_parallel_size": 2}, change=dcp(4)
+    ),
+    "KV cache of GQA shared along the PCP axis": Case(change=all_of(gpus, dcp(2))),
+    "KV cache of one KV head shared by all ranks": Case(
+        model={"num_key_value_heads": 1},
+        args={"tensor_parallel_size": 2, "attention_backend": "FLASH_ATTN"},
+        change=all_of(gpus, dcp(4)),
     ),
     "runs of shared tokens": Case(
         model=DEEPSEEK,

@@ -215,19 +215,27 @@ def _dcp_size(config: VllmConfig) -> str | None:
     return f"decode_context_parallel_size={size}, not {possible}"
 
 
-def _dcp_model(config: VllmConfig) -> str | None:
-    """Find a model whose layers have no way to attend to a cache that ranks share."""
-    model = config.model_config
-    if not model.use_mla:
-        return f"architecture={model.architecture}"
-    return _selected_tokens(config)
+def _dcp_kv_heads(config: VllmConfig) -> str | None:
+    """Find KV heads that not all ranks of a DCP group have."""
+    model, parallel = config.model_config, config.parallel_config
+    spans_tp = parallel.decode_context_parallel_size > parallel.prefill_context_parallel_size
+    num_kv_heads = model.get_total_num_kv_heads()
+    if model.use_mla or not spans_tp or num_kv_heads == 1:
+        return None
+    size = parallel.decode_context_parallel_size
+    return f"decode_context_parallel_size={size} with {num_kv_heads} KV heads"
 
 
 def _dcp_attention_backend(config: VllmConfig) -> str | None:
+    from vllm.platforms import current_platform
+
     backend = config.attention_config.backend
-    if backend is None or backend.name in DCP_BACKENDS or backend.name not in BACKENDS:
-        return None
-    return f"attention_backend={backend.name}"
+    if backend is None:
+        # The one that there is on CPUs, apart from MLA.
+        is_refused = current_platform.is_cpu() and not config.model_config.use_mla
+        return "attention_backend=CPU_ATTN" if is_refused else None
+    is_refused = backend.name in BACKENDS and backend.name not in DCP_BACKENDS
+    return f"attention_backend={backend.name}" if is_refused else None
 
 
 def _dcp_prefill_backend(config: VllmConfig) -> str | None:
@@ -415,11 +423,24 @@ RULES: tuple[Rule, ...] = (
         error=ValueError,
     ),
     Rule(
-        "decode context parallelism with GQA, MHA and sparse MLA models",
-        _with_dcp(_dcp_model),
-        "Queries have to be gathered over ranks that hold different parts of the KV cache",
+        "decode context parallelism over TP with several KV heads",
+        _dcp_kv_heads,
+        "TP ranks that share the KV cache must want the same KV heads",
+        "Set --decode-context-parallel-size to 1 or P",
+        error=ValueError,
+    ),
+    Rule(
+        "decode context parallelism with sparse MLA models",
+        _with_dcp(_selected_tokens),
+        "The indexer's keys have to be gathered over ranks that hold different parts of them",
         "Set --decode-context-parallel-size 1",
         status="planned",
+    ),
+    Rule(
+        "decode context parallelism with sliding windows",
+        _with_dcp(_hf_setting("sliding_window")),
+        "Keys of a rank's part of the KV cache do not stand where they do in the request",
+        "Set --decode-context-parallel-size 1",
     ),
     Rule(
         "decode context parallelism with some attention backends",

@@ -25,9 +25,11 @@ from tests.v1.attention.backends.pcp.dcp_ranks import (
     make_config,
 )
 from tests.v1.worker.gpu.pcp.oracle import Batch, Request
+from vllm.config import set_current_vllm_config
 from vllm.distributed.pcp.kv_shards import KVShards
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.pcp import context_plan, flash_attn, flash_attn_metadata
+from vllm.v1.attention.backends.pcp.cpu_attn import PCPCPUAttentionBackend
 from vllm.v1.worker import workspace
 from vllm.v1.worker.gpu.pcp.layout import plan_partition
 
@@ -279,6 +281,18 @@ def test_attention_that_depends_on_more_than_keys_is_refused(
     arguments[position] = value
     with pytest.raises(NotImplementedError, match=f"got {name}"):
         flash_attn.PCPFlashAttentionImpl(*arguments)
+
+
+@on_cpu
+def test_other_backends_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever vLLM chose: what it chooses by itself admission cannot know."""
+    setting = setting_of("P2")
+    Ranks(setting, monkeypatch)
+    with (
+        set_current_vllm_config(make_config(setting)),
+        pytest.raises(NotImplementedError, match="got PCPCPUAttentionImpl"),
+    ):
+        PCPCPUAttentionBackend.get_impl_cls()(2, 32, 1.0, 2, None, None, "auto")
 
 
 @on_cpu

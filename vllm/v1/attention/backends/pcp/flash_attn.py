@@ -67,6 +67,8 @@ class PCPFlashAttentionImpl(ReshapeAndCacheMixin, FlashAttentionImpl):
             layer or on anything but keys.
     """
 
+    shares_cache = True
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.dcp_world_size == 1:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec
 
     class _ImplBase(AttentionImpl[Any]):
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
         def do_kv_cache_update(
             self,
             layer: Any,
@@ -60,9 +62,26 @@ def kv_views(
 
 
 class GatherKVMixin(_ImplBase):
-    """Over a stock attention implementation; gathers K and V in the model's dtype."""
+    """Over a stock attention implementation; gathers K and V in the model's dtype.
+
+    Attributes:
+        shares_cache: Whether it attends to a KV cache of which each rank has a part, D > 1.
+
+    Raises:
+        NotImplementedError: it would have to, and does not.
+    """
 
     supports_pcp = True
+    shares_cache = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.dcp_world_size > 1 and not self.shares_cache:
+            raise NotImplementedError(
+                "Prefill context parallelism does not support decode context parallelism with the "
+                f"attention implementation that vLLM chose (got {type(self).__name__}). Set "
+                "--attention-backend FLASH_ATTN, or --decode-context-parallel-size 1."
+            )
 
     def fused_rope_kvcache_supported(self) -> bool:
         """Refuse the fusion that writes the cache without ``do_kv_cache_update``."""
