@@ -463,7 +463,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "all-to-all exchange of partial results",
         _dcp_communication,
-        "They are merged by an all-reduce, which leaves the same bits on all ranks",
+        "Each backend has one way to merge them, which leaves the same bits on all ranks",
         "Drop --dcp-comm-backend",
     ),
     Rule(

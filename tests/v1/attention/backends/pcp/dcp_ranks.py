@@ -61,6 +61,7 @@ class Setting:
     head_size: int = 8
     fa_version: Literal[2, 3] = 2
     kv_cache_dtype: str = "auto"
+    row_step: int = 1
     device: str = "cpu"
 
     @property
@@ -77,6 +78,10 @@ class Setting:
     def is_quantized(self) -> bool:
         """Whether the cache holds FP8, and queries come as such."""
         return self.kv_cache_dtype == "fp8"
+
+    def pad(self, num_rows: int) -> int:
+        """Return the rows that every rank runs, as where there are CUDA graphs."""
+        return -(-num_rows // self.row_step) * self.row_step
 
     def holds(self, rank: int, token: int) -> int | None:
         """Return the token's place among those of its request that a rank's cache holds."""
@@ -330,6 +335,7 @@ class Step:
             np.array([request.num_computed for request in batch.requests], dtype=np.int32),
             np.array([request.is_prefilling for request in batch.requests]),
             pcp_world_size=self.setting.pcp_world_size,
+            pad=self.setting.pad,
         )
         # Request and position of each token of the batch, in its order.
         self.tokens = [

@@ -141,12 +141,15 @@ STEPS: dict[str, tuple[list[Request], list[str]]] = {
 
 
 @on_cpu
+@pytest.mark.parametrize("row_step", [1, 32], ids=["no graphs", "graphs"])
 @pytest.mark.parametrize("groups", ["P2", "P4", "TP2P2"])
 @pytest.mark.parametrize("name", STEPS)
-def test_steps_of_each_kind(monkeypatch: pytest.MonkeyPatch, name: str, groups: str) -> None:
+def test_steps_of_each_kind(
+    monkeypatch: pytest.MonkeyPatch, name: str, groups: str, row_step: int
+) -> None:
     """Right, and with no more collectives than rows with cached tokens ask for."""
     requests, collectives = STEPS[name]
-    setting = setting_of(groups, interleave=16)
+    setting = setting_of(groups, interleave=16, row_step=row_step)
     ranks = Ranks(setting, monkeypatch)
     step = Step(Batch(setting.pcp_world_size, tuple(requests)), ranks)
     require_dense_attention(step)

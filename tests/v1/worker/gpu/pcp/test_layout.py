@@ -525,7 +525,7 @@ MUTATIONS = {
         "np.cumsum(row_len, dtype=np.int32) - row_len",
         "np.cumsum(row_len, dtype=np.int32)",
     ),
-    "query starts shifted": ("out=query_start_loc[1:]", "out=query_start_loc[:-1]"),
+    "query starts shifted": ("out=sums[1:]", "out=sums[:-1]"),
     "restores by the gather": (
         "return restore_idx[:-1]",
         "return self.slot_idx[: self.num_tokens]",

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm.distributed.pcp.kv_shards import KVShards
-from vllm.v1.worker.gpu.pcp.layout import Int32Array, PartitionPlan
+from vllm.v1.worker.gpu.pcp.layout import Int32Array, PartitionPlan, exclusive_sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class GatheredRows:
 def plan_step_keys(plan: PartitionPlan, pcp_rank: int) -> StepKeys:
     """Plan what the rows of a rank see of this step."""
     num_keys = plan.row_offset[pcp_rank] + plan.row_len[pcp_rank]
-    cu_seqlens = _exclusive_sum(num_keys)
+    cu_seqlens = exclusive_sum(num_keys)
     first_token = plan.row_token[pcp_rank] - plan.row_offset[pcp_rank]
     token = np.repeat(first_token - cu_seqlens[:-1], num_keys)
     token += np.arange(token.shape[0], dtype=np.int32)
@@ -97,7 +97,7 @@ def plan_gathered_rows(plan: PartitionPlan, pcp_rank: int, shards: KVShards) -> 
     query_len = np.repeat(query_len, num_ranks // plan.pcp_world_size, axis=0)
     return GatheredRows(
         num_tokens=max_num_tokens,
-        cu_seqlens=_exclusive_sum(query_len.ravel()),
+        cu_seqlens=exclusive_sum(query_len.ravel()),
         seq_lens=np.tile(seq_lens, num_ranks),
         table_row=np.tile(table_row, num_ranks),
         # FlashAttention 2 takes 1 to mean that each sequence has one query.
@@ -122,9 +122,3 @@ def max_step_keys(num_tokens: int, max_num_seqs: int, pcp_world_size: int) -> in
     """
     num_requests = min(max_num_seqs, num_tokens // (2 * pcp_world_size))
     return num_tokens + -(-num_tokens // (2 * pcp_world_size)) + 2 * num_requests
-
-
-def _exclusive_sum(lengths: Int32Array) -> Int32Array:
-    total = np.zeros(lengths.shape[0] + 1, dtype=np.int32)
-    np.cumsum(lengths, out=total[1:])
-    return total

@@ -186,6 +186,7 @@ class PCPFlashAttentionImpl(ReshapeAndCacheMixin, FlashAttentionImpl):
         num_tokens = metadata.num_actual_tokens
         is_quantized = is_quantized_kv_cache(self.kv_cache_dtype)
         if step.key_idx is not None:
+            # This layer's: its cache write has just run, which CUDA graphs leave out as well.
             rows = get_kv_gather().rows.view(torch.int64)
             picked = self._step_keys_workspace(step.key_idx.shape[0], 8 * rows.shape[1])
             torch.index_select(rows, 0, step.key_idx, out=picked)

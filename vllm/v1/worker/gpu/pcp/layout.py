@@ -111,10 +111,7 @@ class PartitionPlan:
 
     def query_start_loc(self, pcp_rank: int) -> Int32Array:
         """Return ``[W + 1]`` int32, exclusive prefix sum of the rank's row lengths."""
-        row_len = self.row_len[pcp_rank]
-        query_start_loc = np.zeros(row_len.shape[0] + 1, dtype=np.int32)
-        np.cumsum(row_len, out=query_start_loc[1:])
-        return query_start_loc
+        return exclusive_sum(self.row_len[pcp_rank])
 
     def gather_idx(self, pcp_rank: int) -> Int32Array:
         """Return ``[L]`` int32, the global token of each row to run; padding repeats token 0."""
@@ -154,6 +151,13 @@ class PartitionPlan:
         send_idx = np.zeros((self.pcp_world_size, num_rows), dtype=np.int32)
         send_idx[rank, row] = local_token
         return RestorePlan(send_idx=send_idx, recv_idx=(rank * num_rows + row).astype(np.int32))
+
+
+def exclusive_sum(lengths: npt.NDArray[np.integer]) -> Int32Array:
+    """Return ``[n + 1]`` int32, the sums of the lengths ahead of each, and of all."""
+    sums = np.zeros(lengths.shape[0] + 1, dtype=np.int32)
+    np.cumsum(lengths, out=sums[1:])
+    return sums
 
 
 def is_partitioned(

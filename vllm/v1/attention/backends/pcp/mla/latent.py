@@ -40,7 +40,7 @@ from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backends.pcp.kv_gather import RowsPerRequestMixin
 from vllm.v1.attention.backends.pcp.mla.device_plan import DeviceBatch, DeviceCall, plan_to_device
 from vllm.v1.attention.backends.pcp.mla.prefill_backend import AttendingPrefillBackend
-from vllm.v1.attention.backends.pcp.mla.prefill_plan import Int32Array, plan_prefill
+from vllm.v1.attention.backends.pcp.mla.prefill_plan import plan_prefill
 from vllm.v1.attention.backends.pcp.mla.shared_decode import (
     SharedDecodeMixin,
     end_decodes_at,
@@ -48,6 +48,7 @@ from vllm.v1.attention.backends.pcp.mla.shared_decode import (
 )
 from vllm.v1.attention.ops import merge_attn_states
 from vllm.v1.worker.gpu.pcp.copies import copy_to_device
+from vllm.v1.worker.gpu.pcp.layout import Int32Array
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -40,10 +40,9 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm.distributed.pcp.kv_shards import UNSHARED, KVShards
+from vllm.v1.worker.gpu.pcp.layout import Int32Array, exclusive_sum
 
-Int32Array = npt.NDArray[np.int32]
 IntArray = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +171,7 @@ def plan_prefill(
     for low, high in bounds:
         piece_req, start = pieces.req[low:high], pieces.start[low:high]
         end = np.minimum(pieces.end[low:high], num_needed[piece_req])
-        cu_seqlens = _cumulated(np.maximum(end - start, 0))
+        cu_seqlens = exclusive_sum(np.maximum(end - start, 0))
         # Position in the batch of each row's piece; a batch has one piece of a request.
         position = np.full(first_row.shape[0], -1)
         position[piece_req] = np.arange(high - low)
@@ -198,18 +197,11 @@ def plan_prefill(
                 row=first_row[piece_req].astype(np.int32),
                 start=(start // shards.world_size).astype(np.int32),
                 cu_seqlens=cu_seqlens,
-                cu_kept=_cumulated(shards.num_kept(pieces.end[low:high] - start, rank=0)),
+                cu_kept=exclusive_sum(shards.num_kept(pieces.end[low:high] - start, rank=0)),
                 calls=tuple(calls),
             )
         )
     return PrefillPlan(tuple(batches), has_partial_results=bool((attended > 1).any()))
-
-
-def _cumulated(lengths: IntArray) -> Int32Array:
-    """Return ``[n + 1]`` int32, the exclusive prefix sum and the total."""
-    cu = np.zeros(lengths.shape[0] + 1, dtype=np.int32)
-    np.cumsum(lengths, out=cu[1:])
-    return cu
 
 
 def _cut(
