@@ -91,13 +91,18 @@ def equality(result: dict[str, Any]) -> list[str]:
         num_ok = sum(case["verdict"] == "ok" for case in split)
         num_other = sum(case["differ"] for case in split)
         num_outputs = sum(case["outputs"] for case in split)
-        ways = [(case["graphs"], case.get("experts", "sliced")) for case in split]
+        ways = [
+            (case["graphs"], case.get("experts", "sliced"), case.get("cache", "whole"))
+            for case in split
+        ]
         rows.append(
             (
                 *names,
                 ", ".join(
-                    graphs if experts == "sliced" else f"{graphs} with EP"
-                    for graphs, experts in dict.fromkeys(ways)
+                    graphs
+                    + (" with EP" if experts == "parallel" else "")
+                    + (" with D = P" if cache == "shared" else "")
+                    for graphs, experts, cache in dict.fromkeys(ways)
                 ),
                 f"{num_ok} of {len(split)}",
                 f"{max(case['error'] for case in split):.3f}",

@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints for tests that start engines."""
+"""Checkpoints for tests that start engines, and a process that interprets Triton kernels."""
 
 from __future__ import annotations
 
+import multiprocessing
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
+
+from tests.e2e.processes import ENV
 
 REPO_ROOT = Path(__file__).resolve().parents[1]
 
 Checkpoints: TypeAlias = Callable[[str], Path]
+Interpreter: TypeAlias = Callable[..., Any]
 
 
 @pytest.fixture(scope="session")
@@ -35,3 +40,15 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
         return save_random_checkpoint(name, folder)
 
     return checkpoint
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[Interpreter]:
+    """Call functions in a process that interprets Triton kernels: Triton decides it on import."""
+    trial = pytest.importorskip("vllm_cpu_trial", reason="the CPU trial is not installed")
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in {**ENV, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
+            environment.setenv(name, value)
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, context, initializer=trial.register) as pool:
+            yield lambda function, *args, **kwargs: pool.submit(function, *args, **kwargs).result()

@@ -54,6 +54,7 @@ class Recorder(ChosenTokens):
                 parallel_state.get_world_group(),
                 parallel_state.get_tp_group(),
                 parallel_state.get_pcp_group(),
+                parallel_state.get_dcp_group(),
             )
             for group in (coordinator.device_group, coordinator.cpu_group)
         }

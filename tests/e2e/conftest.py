@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -21,6 +23,8 @@ WINDOW_SIZES = Sizes(block_size=16, num_blocks=128, max_num_batched_tokens=256, 
 SPARSE_SIZES = Sizes(block_size=64, num_blocks=32, max_num_batched_tokens=128, max_model_len=512)
 SPARSE = ("deepseek_v32", "deepseek_v32_2048", "glm_moe_dsa")
 SMOLLM2_SIZES = Sizes(block_size=16, num_blocks=48, max_num_batched_tokens=128, max_model_len=512)
+# A block of each of two or four ranks is 32 or 16 tokens.
+SHARED_SIZES = Sizes(block_size=64, num_blocks=32, max_num_batched_tokens=256, max_model_len=1024)
 STORY = REPO_ROOT / "examples" / "demo" / "story.txt"
 
 PREFILL_SCENARIOS = (
@@ -36,6 +40,13 @@ LATENT_SCENARIOS = (
     "short_prefix_hits_beside_short_prompts",
     "preemption",
     "seeds",
+)
+# The shorter ones: four ranks on two cores take their time.
+SHARED_SCENARIOS = (
+    "chunked_prefill",
+    "mixed_batches",
+    "prefix_hits",
+    "short_prefix_hits_beside_short_prompts",
 )
 EXPERT_SCENARIOS = (*PREFILL_SCENARIOS, "seeds")
 SPARSE_SCENARIOS = (
@@ -60,32 +71,49 @@ SCENARIOS = {
 } | dict.fromkeys(SPARSE, SPARSE_SCENARIOS)
 
 
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """How an engine treats the KV cache, one rank or several.
+
+    Attributes:
+        dcp: Ranks that share it.
+        interleave: Tokens that one of them keeps in a row.
+        caches_prefixes: Whether prompts are looked up.
+    """
+
+    dcp: int = 1
+    interleave: int = 1
+    caches_prefixes: bool = True
+
+
 class Engines:
-    """Results of engines by name, number of ranks and tensor parallel size."""
+    """Results of engines, each run at the first time that somebody asks for them."""
 
     def __init__(self, checkpoints: Checkpoints, forks: Forks, folder: Path) -> None:
         self.checkpoints = checkpoints
         self.forks = forks
         self.folder = folder
-        self._results: dict[str, EngineResults | Exception] = {}
+        self._results: dict[Spec, EngineResults | Exception] = {}
 
     def pair(self, name: str, pcp: int, tp: int = 1, *, ep: bool = False) -> Pair:
         """Return what one rank gives, and what P and TP, with or without EP, give."""
         sizes = self.spec(name, pcp, tp, ep).sizes
         return Pair(self.results(name, 1, 1), self.results(name, pcp, tp, ep), pcp, sizes)
 
+    def sharing_pair(self, name: str, pcp: int, tp: int, sharing: Sharing) -> Pair:
+        """Return what one rank gives, and what ranks give that share the KV cache."""
+        one = dataclasses.replace(
+            self.spec(name, 1, 1),
+            sizes=SHARED_SIZES,
+            scenarios=SHARED_SCENARIOS,
+            caches_prefixes=sharing.caches_prefixes,
+        )
+        several = dataclasses.replace(one, pcp=pcp, tp=tp, **dataclasses.asdict(sharing))
+        return Pair(self.results_of(one), self.results_of(several), pcp, SHARED_SIZES)
+
     def results(self, name: str, pcp: int, tp: int, ep: bool = False) -> EngineResults:
-        """Return what an engine gives; it runs at the first call."""
-        key = f"{name}-pcp{pcp}-tp{tp}-ep{ep:d}"
-        if key not in self._results:
-            try:
-                self._results[key] = self._run(key, self.spec(name, pcp, tp, ep))
-            except (RuntimeError, OSError) as error:
-                self._results[key] = error
-        results = self._results[key]
-        if isinstance(results, Exception):
-            raise results
-        return results
+        """Return what an engine gives."""
+        return self.results_of(self.spec(name, pcp, tp, ep))
 
     def spec(self, name: str, pcp: int, tp: int, ep: bool = False) -> Spec:
         """Return the engine of a checkpoint; "embedding" is the one of "qwen3"."""
@@ -103,8 +131,22 @@ class Engines:
             forks=name != "qwen3" or pcp > 4,
         )
 
-    def _run(self, key: str, spec: Spec) -> EngineResults:
-        files = [self.folder / f"{key}.{suffix}" for suffix in ("spec", "results", "log")]
+    def results_of(self, spec: Spec) -> EngineResults:
+        """Return what an engine gives; it runs at the first call."""
+        if spec not in self._results:
+            try:
+                self._results[spec] = self._run(spec)
+            except (RuntimeError, OSError) as error:
+                self._results[spec] = error
+        results = self._results[spec]
+        if isinstance(results, Exception):
+            raise results
+        return results
+
+    def _run(self, spec: Spec) -> EngineResults:
+        checkpoint = Path(spec.checkpoint).name
+        name = f"{len(self._results)}-{checkpoint}-pcp{spec.pcp}-tp{spec.tp}-dcp{spec.dcp}"
+        files = [self.folder / f"{name}.{suffix}" for suffix in ("spec", "results", "log")]
         spec.save(files[0])
         self.forks.run("tests.e2e.engine:run_scenarios", *files[:2], log=files[2])
         return EngineResults.load(files[1])

@@ -60,6 +60,7 @@ class Driver:
             sum(is_pcp),
             len(self.scheduler.kv_cache_config.kv_cache_groups),
             bool(self.scheduler.scheduler_config.async_scheduling),
+            self.scheduler.cache_config.kv_cache_size_tokens,
         )
 
     def _tokens(self) -> list[int]:
@@ -154,10 +155,13 @@ def engine_args(spec: Spec) -> dict[str, Any]:
         "runner": "pooling" if spec.is_pooling else "generate",
         "prefill_context_parallel_size": spec.pcp,
         "tensor_parallel_size": spec.tp,
+        "decode_context_parallel_size": spec.dcp,
+        "cp_kv_cache_interleave_size": spec.interleave,
+        "enable_prefix_caching": spec.caches_prefixes,
         "enable_expert_parallel": spec.shards_experts,
         "dtype": "float32",
         "enforce_eager": True,
-        "block_size": sizes.block_size,
+        "block_size": sizes.block_size // spec.dcp,
         "num_gpu_blocks_override": sizes.num_blocks,
         "max_num_batched_tokens": sizes.max_num_batched_tokens,
         "max_model_len": sizes.max_model_len,

@@ -27,6 +27,9 @@ class Spec:
         is_pooling: Embeds prompts, instead of generating.
         is_sparse: Chooses the tokens to attend to, and has the choices written down.
         shards_experts: Gives each rank whole experts, instead of a part of each.
+        dcp: Ranks that share one copy of the KV cache.
+        interleave: Tokens that such a rank keeps in a row.
+        caches_prefixes: Whether prompts are looked up in the KV cache.
         forks: Forks its ranks, which saves time; spawned ranks, the normal ones, differ in the
             order of their sets.
     """
@@ -40,6 +43,9 @@ class Spec:
     is_pooling: bool = False
     is_sparse: bool = False
     shards_experts: bool = False
+    dcp: int = 1
+    interleave: int = 1
+    caches_prefixes: bool = True
     forks: bool = False
 
     def save(self, path: Path) -> None:
@@ -88,6 +94,7 @@ class EngineResults:
         num_pcp_ranks: Workers that are PCP workers.
         num_kv_cache_groups: Groups of layers with block tables of their own.
         is_async: Whether the next step is scheduled before the last one is known.
+        num_kv_cache_tokens: Tokens that fit into the KV cache, as the engine reports it.
     """
 
     scenarios: dict[str, ScenarioResults]
@@ -95,6 +102,7 @@ class EngineResults:
     num_pcp_ranks: int
     num_kv_cache_groups: int
     is_async: bool
+    num_kv_cache_tokens: int | None
 
     def save(self, path: Path) -> None:
         """Write to a file."""

@@ -34,7 +34,7 @@ class Sizes:
     """Sizes of an engine, small enough for every limit to be met.
 
     Attributes:
-        block_size: Tokens in a block of the KV cache.
+        block_size: Tokens in a block of the KV cache, on all ranks that share it together.
         num_blocks: Blocks of the KV cache; less than ``max_num_seqs`` long prompts fit.
         max_num_batched_tokens: Tokens of a step; longer prompts are chunked.
         max_model_len: Tokens of a prompt and its answer.

@@ -56,6 +56,8 @@ TINY = 1e-3
 FORK = multiprocessing.get_context("fork")
 # Who holds a part of the experts' weights: a slice of each expert, or some whole experts.
 EXPERTS = ("sliced", "parallel")
+# Whether each rank has all of the KV cache, or all of them share one: D = P.
+CACHES = ("whole", "shared")
 
 
 @dataclass(frozen=True)
@@ -68,17 +70,18 @@ class Case:
     graphs: str
     size: int
     experts: str = EXPERTS[0]
+    cache: str = CACHES[0]
 
     @property
     def name(self) -> str:
         """Unique and fit for a file."""
-        names = (self.model, self.backend, self.kv_dtype, self.graphs, self.experts)
+        names = (self.model, self.backend, self.kv_dtype, self.graphs, self.experts, self.cache)
         return "-".join((*names, f"P{self.size}"))
 
     @property
     def plain(self) -> Case:
-        """The case to compare with: one rank has all experts, however they would be shared."""
-        return replace(self, size=1, experts=EXPERTS[0])
+        """The case to compare with: one rank has all experts and all of the cache."""
+        return replace(self, size=1, experts=EXPERTS[0], cache=CACHES[0])
 
 
 @dataclass(frozen=True)
@@ -90,10 +93,18 @@ class Grid:
     graphs: tuple[str, ...] = ("eager", "FULL_AND_PIECEWISE")
     sizes: tuple[int, ...] = (2, 4)
     experts: tuple[str, ...] = EXPERTS[:1]
+    caches: tuple[str, ...] = CACHES[:1]
 
     def cases(self, model: str) -> list[Case]:
         """Return the cases with P > 1."""
-        choices = (self.backends, self.kv_dtypes, self.graphs, self.sizes, self.experts)
+        choices = (
+            self.backends,
+            self.kv_dtypes,
+            self.graphs,
+            self.sizes,
+            self.experts,
+            self.caches,
+        )
         return [Case(model, *choice) for choice in itertools.product(*choices)]
 
 
@@ -111,6 +122,8 @@ GRIDS: dict[str, tuple[Grid, ...]] = {
         Grid(("FLASHMLA", "TRITON_MLA"), ("fp8",)),
         Grid(("FLASH_ATTN_MLA", "FLASHMLA"), graphs=("FULL_DECODE_ONLY",)),
         Grid(("FLASH_ATTN_MLA",), experts=("parallel",)),
+        Grid(("FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA"), caches=("shared",)),
+        Grid(("FLASHMLA",), ("fp8",), caches=("shared",)),
     ),
     "moe": (Grid(("FLASH_ATTN",), experts=EXPERTS),),
     "glm4_moe": (Grid(("FLASH_ATTN",), sizes=(2,), experts=EXPERTS),),
@@ -145,6 +158,7 @@ def run_engine(case: Case, folder: Path) -> None:
         options |= {
             "prefill_context_parallel_size": case.size,
             "enable_expert_parallel": case.experts == "parallel",
+            "decode_context_parallel_size": case.size if case.cache == "shared" else 1,
             "worker_cls": "vllm.v1.worker.pcp.gpu_worker.OneGpuPCPWorker",
             "distributed_executor_backend": "mp",
             "disable_custom_all_reduce": True,
@@ -329,15 +343,27 @@ def differences(run: dict[str, Any], plain_run: dict[str, Any]) -> dict[str, Any
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
     """Print the table."""
-    form = "{:<8} {:<14} {:<4} {:<18} {:<8} {:>1} {:>6} {:>7} {:>7} {:>8} {:>5}  {}"
-    heads = ("model", "backend", "kv", "graphs", "experts", "P", "differ", "gap", "max err")
+    form = "{:<8} {:<14} {:<4} {:<18} {:<8} {:<6} {:>1} {:>6} {:>7} {:>7} {:>8} {:>5}  {}"
+    keys = ("model", "backend", "kv_dtype", "graphs", "experts", "cache", "size")
+    heads = (
+        "model",
+        "backend",
+        "kv",
+        "graphs",
+        "experts",
+        "cache",
+        "P",
+        "differ",
+        "gap",
+        "max err",
+    )
     print(form.format(*heads, "mean err", "steps", "verdict"))
     for row in rows:
         gap, error, mean_error = (
             f"{row[key]:.{digits}f}" if key in row else "-"
             for key, digits in (("gap", 3), ("error", 3), ("mean_error", 4))
         )
-        names = [row[key] for key in ("model", "backend", "kv_dtype", "graphs", "experts", "size")]
+        names = [row[key] for key in keys]
         counts = (row.get("differ", "-"), gap, error, mean_error, row.get("partitioned_steps", "-"))
         print(form.format(*names, *counts, row["verdict"]))
 
@@ -353,6 +379,7 @@ def select(args: argparse.Namespace) -> list[Case]:
                 (args.graphs, case.graphs),
                 (args.sizes, case.size),
                 (args.experts, case.experts),
+                (args.caches, case.cache),
             )
             if all(values is None or value in values for values, value in choices):
                 chosen |= {case, case.plain}
@@ -371,6 +398,7 @@ def parse_args() -> argparse.Namespace:
     only.add_argument("--graphs", nargs="+")
     only.add_argument("--sizes", nargs="+", type=int, help="P beside 1")
     only.add_argument("--experts", nargs="+", choices=EXPERTS)
+    only.add_argument("--caches", nargs="+", choices=CACHES)
     parser.add_argument("--jobs", type=int, default=4)
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument(

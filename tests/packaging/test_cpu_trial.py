@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.packaging.conftest import Interpreter
+from tests.conftest import Interpreter
 
 vllm_cpu_trial = pytest.importorskip("vllm_cpu_trial", reason="the CPU trial is not installed")
 

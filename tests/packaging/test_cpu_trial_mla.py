@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from tests.packaging.conftest import Interpreter
+from tests.conftest import Interpreter
 
 LATENT, ROPE = 12, 4
 BLOCK_SIZE, NUM_BLOCKS = 4, 9

@@ -14,8 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.chosen_tokens import Choice
-from tests.conftest import Checkpoints
-from tests.packaging.conftest import Interpreter
+from tests.conftest import Checkpoints, Interpreter
 
 vllm_cpu_trial = pytest.importorskip("vllm_cpu_trial", reason="the CPU trial is not installed")
 

@@ -18,8 +18,7 @@ from transformers import DeepseekV32ForCausalLM, GlmMoeDsaForCausalLM
 from transformers.models.deepseek_v32 import modeling_deepseek_v32 as deepseek_v32
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm_moe_dsa
 
-from tests.conftest import Checkpoints
-from tests.packaging.conftest import Interpreter
+from tests.conftest import Checkpoints, Interpreter
 from tests.packaging.test_cpu_trial_mla import (
     FP8_VALUES,
     HEADS,

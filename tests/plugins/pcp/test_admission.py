@@ -15,6 +15,7 @@ import pytest
 from vllm.config import (
     AttentionConfig,
     CompilationConfig,
+    CUDAGraphMode,
     ECTransferConfig,
     KVTransferConfig,
     PassConfig,
@@ -25,6 +26,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.plugins import load_general_plugins
 from vllm.plugins.pcp.admission import RULES, Rule, refusal_table, validate_config
 from vllm.plugins.pcp.routing import EXECUTOR
+from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
 
 ROOT = Path(__file__).parents[3]
 SUPPORT_PAGE = ROOT / "docs" / "support.md"
@@ -99,6 +101,9 @@ class OneGpu:
     def is_cuda(self) -> bool:
         return True
 
+    def is_cpu(self) -> bool:
+        return False
+
     def device_count(self) -> int:
         return 1
 
@@ -126,10 +131,32 @@ def setting(path: str, value: Any) -> Change:
     return lambda config, patch: setattr(getattr(config, part), name, value)
 
 
+def dcp(size: int, path: str | None = None, value: Any = None) -> Change:
+    """Set D, and one more thing; with P = 1 vLLM would want D to divide TP."""
+
+    def change(config: VllmConfig, patch: pytest.MonkeyPatch) -> None:
+        config.parallel_config.decode_context_parallel_size = size
+        if path is not None:
+            setting(path, value)(config, patch)
+
+    return change
+
+
 def one_gpu(worker_cls: str) -> Change:
     def change(config: VllmConfig, patch: pytest.MonkeyPatch) -> None:
         patch.setattr("vllm.platforms.current_platform", OneGpu())
         config.parallel_config.worker_cls = worker_cls
+
+    return change
+
+
+gpus = one_gpu("some.other.Worker")
+
+
+def all_of(*changes: Change) -> Change:
+    def change(config: VllmConfig, patch: pytest.MonkeyPatch) -> None:
+        for one in changes:
+            one(config, patch)
 
     return change
 
@@ -156,10 +183,52 @@ CASES = {
         "distributed_executor_backend=ray",
         change=setting("parallel_config.distributed_executor_backend", "ray"),
     ),
-    "decode context parallelism": Case(
-        "decode_context_parallel_size=2",
-        model={"num_key_value_heads": 1},
-        args={"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+    "decode context parallelism of other sizes": Case(
+        "decode_context_parallel_size=3, not 1 or 2", model=DEEPSEEK, change=dcp(3)
+    ),
+    "decode context parallelism over TP with several KV heads": Case(
+        "decode_context_parallel_size=4 with 2 KV heads",
+        model={"num_key_value_heads": 2},
+        args={"tensor_parallel_size": 2},
+        change=all_of(gpus, dcp(4)),
+    ),
+    "decode context parallelism with sparse MLA models": Case(
+        "index_topk=8", DEEPSEEK_V32, change=dcp(2)
+    ),
+    "decode context parallelism with sliding windows": Case(
+        "sliding_window=64", {"sliding_window": 64}, change=all_of(gpus, dcp(2))
+    ),
+    "decode context parallelism with some attention backends": Case(
+        "attention_backend=TRITON_ATTN",
+        model=DEEPSEEK,
+        args={"attention_backend": "TRITON_ATTN"},
+        change=dcp(2),
+    ),
+    "decode context parallelism with some MLA prefill backends": Case(
+        "mla_prefill_backend=FLASHINFER",
+        model=DEEPSEEK,
+        args={
+            "attention_config": AttentionConfig(
+                mla_prefill_backend=MLAPrefillBackendEnum.FLASHINFER
+            )
+        },
+        change=dcp(2),
+    ),
+    "decode context parallelism with CUDA graphs of mixed batches": Case(
+        "cudagraph_mode=FULL",
+        model=DEEPSEEK,
+        change=dcp(2, "compilation_config.cudagraph_mode", CUDAGraphMode.FULL),
+    ),
+    "all-to-all exchange of partial results": Case(
+        "dcp_comm_backend=a2a",
+        model=DEEPSEEK,
+        change=dcp(2, "parallel_config.dcp_comm_backend", "a2a"),
+    ),
+    "the former name of the interleave size": Case(
+        "dcp_kv_cache_interleave_size=16",
+        model=DEEPSEEK,
+        args={"dcp_kv_cache_interleave_size": 16},
+        change=dcp(2),
     ),
     "pipeline parallelism": Case("pipeline_parallel_size=2", args={"pipeline_parallel_size": 2}),
     "data parallelism": Case("data_parallel_size=2", args={"data_parallel_size": 2}),
@@ -367,8 +436,42 @@ EXPERTS = {
     ),
 }
 
+DCP = {
+    "more ranks than there are": Case("decode_context_parallel_size=4, not 1 or 2", change=dcp(4)),
+    "TP alone": Case(
+        "decode_context_parallel_size=4, not 1, 2 or 8",
+        args={"tensor_parallel_size": 4},
+        change=dcp(4),
+    ),
+    "GQA on CPUs": Case("attention_backend=CPU_ATTN", change=dcp(2)),
+    "another backend": Case(
+        "attention_backend=FLASHINFER",
+        args={"attention_backend": "FLASHINFER"},
+        change=all_of(gpus, dcp(2)),
+    ),
+}
+
 SUPPORTED = {
     "dense": Case(),
+    "KV cache of MLA shared along the PCP axis": Case(model=DEEPSEEK, change=dcp(2)),
+    "KV cache of MLA shared by all ranks": Case(
+        model=DEEPSEEK, args={"tensor_parallel_size": 2}, change=dcp(4)
+    ),
+    "KV cache of GQA shared along the PCP axis": Case(change=all_of(gpus, dcp(2))),
+    "KV cache of one KV head shared by all ranks": Case(
+        model={"num_key_value_heads": 1},
+        args={"tensor_parallel_size": 2, "attention_backend": "FLASH_ATTN"},
+        change=all_of(gpus, dcp(4)),
+    ),
+    "runs of shared tokens": Case(
+        model=DEEPSEEK,
+        args={"cp_kv_cache_interleave_size": 16, "attention_backend": "TRITON_MLA"},
+        change=dcp(2),
+    ),
+    "CUDA graphs of decodes over a shared cache": Case(
+        model=DEEPSEEK,
+        change=dcp(2, "compilation_config.cudagraph_mode", CUDAGraphMode.FULL_AND_PIECEWISE),
+    ),
     "experts": Case(model=MOE),
     "more experts on some ranks than on others": Case(
         model={**MOE, "num_experts": 5, "moe_intermediate_size": 129}, args=EP
@@ -518,6 +621,14 @@ def test_refuses_experts_that_ranks_cannot_share(
     case: Case, build: Callable[[Case], VllmConfig]
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(f"cannot share evenly (got {case.got})")):
+        validate_config(build(case))
+
+
+@pytest.mark.parametrize("case", DCP.values(), ids=DCP)
+def test_refuses_more_of_decode_context_parallelism(
+    case: Case, build: Callable[[Case], VllmConfig]
+) -> None:
+    with pytest.raises((ValueError, NotImplementedError), match=re.escape(f"(got {case.got})")):
         validate_config(build(case))
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,21 +69,91 @@ def test_the_users_binding_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ[routing.OMP_BIND_ENV] == "4|5"
 
 
-def make_config(pcp_world_size: int, backend: str = "mp") -> Any:
+def make_config(pcp_world_size: int, backend: str = "mp", dcp_world_size: int = 1) -> Any:
     parallel = SimpleNamespace(
-        prefill_context_parallel_size=pcp_world_size, distributed_executor_backend=backend
+        prefill_context_parallel_size=pcp_world_size,
+        decode_context_parallel_size=dcp_world_size,
+        dcp_comm_backend="ag_rs",
+        distributed_executor_backend=backend,
     )
     return SimpleNamespace(parallel_config=parallel, model_config=object())
 
 
 @pytest.fixture
-def post_init(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The wrapper over nothing, and a route that sets the binding."""
+def seen_by_vllm() -> list[tuple[int, int]]:
+    """P and D of the configurations that vLLM has validated."""
+    return []
+
+
+@pytest.fixture
+def post_init(
+    monkeypatch: pytest.MonkeyPatch, seen_by_vllm: list[tuple[int, int]]
+) -> Callable[[Any], None]:
+    """The wrapper over a validation that only looks, and a route that sets the binding."""
     monkeypatch.setattr("vllm.plugins.pcp.admission.validate_config", lambda config: None)
     monkeypatch.setattr(
         routing, "route", lambda config: routing.set_environment(routing.OMP_BIND_ENV, "0|1")
     )
-    return routing.wrap_vllm_config_post_init(lambda config: None)
+
+    def validate(config: Any) -> None:
+        parallel = config.parallel_config
+        seen_by_vllm.append(
+            (parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size)
+        )
+
+    return routing.wrap_vllm_config_post_init(validate)
+
+
+@pytest.mark.parametrize(
+    ("config", "is_shown"),
+    [
+        (make_config(2, dcp_world_size=4), (1, 1)),
+        # An engine core, which P has been taken from: vLLM would compare D with TP all the same.
+        (make_config(1, backend=routing.EXECUTOR, dcp_world_size=4), (1, 1)),
+        # P = 1 is none of our business.
+        (make_config(1, dcp_world_size=4), (1, 4)),
+    ],
+    ids=["P > 1", "engine core", "P = 1"],
+)
+def test_vllm_validates_as_if_p_and_d_were_1(
+    post_init: Callable[[Any], None],
+    seen_by_vllm: list[tuple[int, int]],
+    config: Any,
+    is_shown: tuple[int, int],
+) -> None:
+    pcp_world_size = config.parallel_config.prefill_context_parallel_size
+    post_init(config)
+    assert seen_by_vllm == [is_shown]
+    assert config.parallel_config.prefill_context_parallel_size == pcp_world_size
+    assert config.parallel_config.decode_context_parallel_size == 4
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_d_is_kept_from_the_arguments_and_stands_in_the_configuration(
+    post_init: Callable[[Any], None], fails: bool
+) -> None:
+    def create(args: Any) -> Any:
+        assert (args.decode_context_parallel_size, args.dcp_comm_backend) == (1, "ag_rs")
+        if fails:
+            raise ValueError("refused")
+        config = make_config(args.prefill_context_parallel_size)
+        post_init(config)
+        return config
+
+    args = SimpleNamespace(
+        prefill_context_parallel_size=2, decode_context_parallel_size=4, dcp_comm_backend="a2a"
+    )
+    if fails:
+        with pytest.raises(ValueError, match="refused"):
+            routing.wrap_create_engine_config(create)(args)
+    else:
+        parallel = routing.wrap_create_engine_config(create)(args).parallel_config
+        assert (parallel.decode_context_parallel_size, parallel.dcp_comm_backend) == (4, "a2a")
+    assert (args.decode_context_parallel_size, args.dcp_comm_backend) == (4, "a2a")
+    # Nothing is left for a configuration that is not made from arguments.
+    config = make_config(2)
+    post_init(config)
+    assert config.parallel_config.decode_context_parallel_size == 1
 
 
 def test_what_an_engine_needs_is_gone_for_the_next_one(

@@ -16,7 +16,7 @@ import pytest
 from vllm.config import VllmConfig
 from vllm.plugins import pcp
 from vllm.plugins.pcp import seams
-from vllm.plugins.pcp.routing import wrap_vllm_config_post_init
+from vllm.plugins.pcp.routing import wrap_create_engine_config, wrap_vllm_config_post_init
 from vllm.plugins.pcp.seams import SEAMS, Seam, UpstreamMismatchError, install
 
 REPO = Path(__file__).parents[3]
@@ -108,17 +108,30 @@ def test_the_pinned_vllm_is_installed_and_wrapped() -> None:
     assert hasattr(VllmConfig.__post_init__, "__wrapped__")
 
 
-def test_with_p_1_the_wrapper_is_the_original() -> None:
-    """Nothing is read but P, and the result is the original's own."""
+def make_config(pcp_world_size: int) -> Any:
+    parallel = SimpleNamespace(
+        prefill_context_parallel_size=pcp_world_size,
+        decode_context_parallel_size=1,
+        dcp_comm_backend="ag_rs",
+        distributed_executor_backend="mp",
+    )
+    return SimpleNamespace(parallel_config=parallel)
+
+
+def test_with_p_1_a_wrapper_is_the_original() -> None:
+    """Nothing is changed, and the result is the original's own."""
     result, seen = object(), []
 
-    def original(config: Any) -> Any:
-        seen.append(config)
+    def original(*args: Any, **kwargs: Any) -> Any:
+        seen.append((args, kwargs))
         return result
 
-    config = SimpleNamespace(parallel_config=SimpleNamespace(prefill_context_parallel_size=1))
-    assert wrap_vllm_config_post_init(original)(config) is result  # type: ignore[arg-type]
-    assert seen == [config]
+    config, args = make_config(1), SimpleNamespace(prefill_context_parallel_size=1)
+    post_init: Any = wrap_vllm_config_post_init(original)
+    assert post_init(config) is result
+    assert wrap_create_engine_config(original)(args, "context", headless=True) is result
+    assert seen == [((config,), {}), ((args, "context"), {"headless": True})]
+    assert vars(config.parallel_config) == vars(make_config(1).parallel_config)
 
 
 def test_p_is_restored_when_vllm_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,9 +141,9 @@ def test_p_is_restored_when_vllm_refuses(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr("vllm.plugins.pcp.admission.validate_config", lambda config: None)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    config = SimpleNamespace(parallel_config=SimpleNamespace(prefill_context_parallel_size=2))
+    config = make_config(2)
     with pytest.raises(ValueError, match="refused"):
-        wrap_vllm_config_post_init(original)(config)  # type: ignore[arg-type]
+        wrap_vllm_config_post_init(original)(config)
     assert config.parallel_config.prefill_context_parallel_size == 2
 
 

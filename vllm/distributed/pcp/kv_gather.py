@@ -60,6 +60,11 @@ class KVGather(ABC):
         self.num_gathered_bytes += self._rows.numel()
         return self._rows
 
+    @property
+    def rows(self) -> torch.Tensor:
+        """The rows that the last ``finish`` returned, until the next ``begin``."""
+        return self._rows
+
     @abstractmethod
     def _buffer(self) -> torch.Tensor:
         """Return the flat uint8 buffer to fill next."""

@@ -9,9 +9,13 @@ traced: a step's kind is not a constant.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.pcp.layout import PartitionPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +26,18 @@ class StepState:
         is_partitioned: Ranks run different rows, ``L`` each. Otherwise all ranks run the same.
         row_req: ``[W]`` int32, the request (position in the batch) of each attention row of this
             rank; None where each row is a request of its own.
+        req_end: ``[num_reqs]`` int32, tokens of each request after the step, all ranks' rows of it
+            included; None as above.
+        num_decodes: Rows that are decodes, ahead of all others and on all ranks the same; 0 where
+            nothing is partitioned.
+        plan: The rows of all ranks; None where all ranks run the same.
     """
 
     is_partitioned: bool
     row_req: npt.NDArray[np.int32] | None = None
+    req_end: npt.NDArray[np.int32] | None = None
+    num_decodes: int = 0
+    plan: PartitionPlan | None = None
 
 
 REPLICATED = StepState(is_partitioned=False)

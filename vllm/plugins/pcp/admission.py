@@ -18,10 +18,10 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from vllm.plugins.pcp.routing import EXECUTOR, WORKERS
-from vllm.v1.attention.backends.pcp import BACKENDS
+from vllm.v1.attention.backends.pcp import BACKENDS, DCP_BACKENDS
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import CUDAGraphMode, ModelConfig, VllmConfig
 
 # Returns the offending setting as "name=value", or None if all is well. A setting that
 # vLLM has yet to resolve is well.
@@ -195,6 +195,66 @@ def _executor(config: VllmConfig) -> str | None:
     return None if is_fine else f"distributed_executor_backend={backend}"
 
 
+def _with_dcp(received: Received) -> Received:
+    """Find a setting beside D > 1 only."""
+
+    def received_with_dcp(config: VllmConfig) -> str | None:
+        shares_cache = config.parallel_config.decode_context_parallel_size > 1
+        return received(config) if shares_cache else None
+
+    return received_with_dcp
+
+
+def _dcp_size(config: VllmConfig) -> str | None:
+    parallel = config.parallel_config
+    pcp, size = parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size
+    *smaller, largest = sorted({1, pcp, pcp * parallel.tensor_parallel_size})
+    if size in (*smaller, largest):
+        return None
+    possible = f"{', '.join(map(str, smaller))} or {largest}"
+    return f"decode_context_parallel_size={size}, not {possible}"
+
+
+def _dcp_kv_heads(config: VllmConfig) -> str | None:
+    """Find KV heads that not all ranks of a DCP group have."""
+    model, parallel = config.model_config, config.parallel_config
+    spans_tp = parallel.decode_context_parallel_size > parallel.prefill_context_parallel_size
+    num_kv_heads = model.get_total_num_kv_heads()
+    if model.use_mla or not spans_tp or num_kv_heads == 1:
+        return None
+    size = parallel.decode_context_parallel_size
+    return f"decode_context_parallel_size={size} with {num_kv_heads} KV heads"
+
+
+def _dcp_attention_backend(config: VllmConfig) -> str | None:
+    from vllm.platforms import current_platform
+
+    backend = config.attention_config.backend
+    if backend is None:
+        # The one that there is on CPUs, apart from MLA.
+        is_refused = current_platform.is_cpu() and not config.model_config.use_mla
+        return "attention_backend=CPU_ATTN" if is_refused else None
+    is_refused = backend.name in BACKENDS and backend.name not in DCP_BACKENDS
+    return f"attention_backend={backend.name}" if is_refused else None
+
+
+def _dcp_prefill_backend(config: VllmConfig) -> str | None:
+    backend = config.attention_config.mla_prefill_backend
+    if backend is None or backend.name == "FLASH_ATTN":
+        return None
+    return f"mla_prefill_backend={backend.name}"
+
+
+def _full_graphs(config: VllmConfig) -> str | None:
+    mode: CUDAGraphMode | None = config.compilation_config.cudagraph_mode
+    return f"cudagraph_mode={mode.name}" if mode is not None and mode.name == "FULL" else None
+
+
+def _dcp_communication(config: VllmConfig) -> str | None:
+    backend = config.parallel_config.dcp_comm_backend
+    return None if backend == "ag_rs" else f"dcp_comm_backend={backend}"
+
+
 def _microbatches(config: VllmConfig) -> str | None:
     parallel = config.parallel_config
     if parallel.enable_dbo:
@@ -356,11 +416,62 @@ RULES: tuple[Rule, ...] = (
     ),
     # Other kinds of parallelism
     Rule(
-        "decode context parallelism",
-        _setting("parallel_config.decode_context_parallel_size", at_most=1),
-        "Queries have to be gathered over ranks that hold different parts of the KV cache",
+        "decode context parallelism of other sizes",
+        _dcp_size,
+        "Ranks share the KV cache along the PCP axis first, then along TP",
+        "Set --decode-context-parallel-size to 1, P or P x TP",
+        error=ValueError,
+    ),
+    Rule(
+        "decode context parallelism over TP with several KV heads",
+        _dcp_kv_heads,
+        "TP ranks that share the KV cache must want the same KV heads",
+        "Set --decode-context-parallel-size to 1 or P",
+        error=ValueError,
+    ),
+    Rule(
+        "decode context parallelism with sparse MLA models",
+        _with_dcp(_selected_tokens),
+        "The indexer's keys have to be gathered over ranks that hold different parts of them",
         "Set --decode-context-parallel-size 1",
         status="planned",
+    ),
+    Rule(
+        "decode context parallelism with sliding windows",
+        _with_dcp(_hf_setting("sliding_window")),
+        "Keys of a rank's part of the KV cache do not stand where they do in the request",
+        "Set --decode-context-parallel-size 1",
+    ),
+    Rule(
+        "decode context parallelism with some attention backends",
+        _with_dcp(_dcp_attention_backend),
+        "Partial results are merged by their log-sum-exp; not all tell it, or gather prefills",
+        f"Set --attention-backend to auto or one of {', '.join(DCP_BACKENDS)}",
+    ),
+    Rule(
+        "decode context parallelism with some MLA prefill backends",
+        _with_dcp(_dcp_prefill_backend),
+        "They take a row's context apart from its own tokens, each rank that of its own rows",
+        "Drop mla_prefill_backend from --attention-config",
+    ),
+    Rule(
+        "decode context parallelism with CUDA graphs of mixed batches",
+        _with_dcp(_full_graphs),
+        "How much of the KV cache a prefill gathers differs from step to step",
+        "Set cudagraph_mode to FULL_AND_PIECEWISE in --compilation-config",
+    ),
+    Rule(
+        "all-to-all exchange of partial results",
+        _dcp_communication,
+        "Each backend has one way to merge them, which leaves the same bits on all ranks",
+        "Drop --dcp-comm-backend",
+    ),
+    Rule(
+        "the former name of the interleave size",
+        _with_dcp(_setting("parallel_config.dcp_kv_cache_interleave_size", at_most=1)),
+        "vLLM renames it after workers have started, which go on without it",
+        "Set --cp-kv-cache-interleave-size in place of --dcp-kv-cache-interleave-size",
+        error=ValueError,
     ),
     Rule(
         "pipeline parallelism",

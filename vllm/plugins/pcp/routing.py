@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
 
 # Worker that the platform chose -> ours over it.
 WORKERS = {
@@ -20,8 +23,32 @@ EXECUTOR = "vllm.v1.executor.pcp.PCPMultiprocExecutor"
 INDEXER_OP = "vllm::pcp_sparse_attn_indexer"
 OMP_BIND_ENV = "VLLM_CPU_OMP_THREADS_BIND"
 
+# What vLLM is shown in place of D. It takes DCP for a part of TP, and compares D with TP alone and
+# with the number of KV heads.
+WITHOUT_DCP: Mapping[str, Any] = {"decode_context_parallel_size": 1, "dcp_comm_backend": "ag_rs"}
+# What was asked for, while a configuration is created from arguments.
+_asked_dcp: ContextVar[Mapping[str, Any] | None] = ContextVar("_asked_dcp", default=None)
+
 # Name -> the value set for the last engine with P > 1, and the one before.
 _environment: dict[str, tuple[str, str | None]] = {}
+
+
+def wrap_create_engine_config(original: Callable[..., VllmConfig]) -> Callable[..., VllmConfig]:
+    """Keep D from vLLM's validation of arguments; ``wrap_vllm_config_post_init`` puts it back."""
+
+    @functools.wraps(original)
+    def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
+        if self.prefill_context_parallel_size == 1:
+            return original(self, *args, **kwargs)
+        asked = {name: getattr(self, name) for name in WITHOUT_DCP}
+        token = _asked_dcp.set(asked)
+        try:
+            with showing(self, WITHOUT_DCP):
+                return original(self, *args, **kwargs)
+        finally:
+            _asked_dcp.reset(token)
+
+    return create_engine_config
 
 
 def wrap_vllm_config_post_init(
@@ -29,21 +56,26 @@ def wrap_vllm_config_post_init(
 ) -> Callable[[VllmConfig], None]:
     """Let a configuration with P > 1 pass vLLM's validation, ours, and be routed to our classes.
 
-    vLLM validates it as if P were 1. The engine core validates its configuration a second time; it
-    is at the scheduler's view by then, P = 1, and its classes stay routed.
+    vLLM validates it as if P and D were 1. The engine core validates its configuration a second
+    time; it is at the scheduler's view by then, P = 1, and its classes stay routed.
     """
 
     @functools.wraps(original)
     def __post_init__(self: VllmConfig) -> None:
-        pcp_world_size = self.parallel_config.prefill_context_parallel_size
-        if pcp_world_size == 1:
+        parallel_config = self.parallel_config
+        if parallel_config.prefill_context_parallel_size == 1:
             if _environment and starts_another_engine(self):
                 undo_environment()
-            return original(self)
+            if parallel_config.distributed_executor_backend != EXECUTOR:
+                return original(self)
+            with showing(parallel_config, WITHOUT_DCP):
+                return original(self)
         from vllm import envs
         from vllm.plugins.pcp.admission import validate_config
 
         undo_environment()
+        for name, value in (_asked_dcp.get() or {}).items():
+            setattr(parallel_config, name, value)
         # Ahead of vLLM, which would refuse or override some settings for reasons that do not
         # mention P, and behind it, when its defaults are known.
         validate_config(self)
@@ -51,15 +83,25 @@ def wrap_vllm_config_post_init(
         envs.disable_envs_cache()
         # For this process and the ones it starts: the engine core no longer sees P.
         set_environment("VLLM_USE_V2_MODEL_RUNNER", "1")
-        self.parallel_config.prefill_context_parallel_size = 1
-        try:
+        with showing(parallel_config, {**WITHOUT_DCP, "prefill_context_parallel_size": 1}):
             original(self)
-        finally:
-            self.parallel_config.prefill_context_parallel_size = pcp_world_size
         validate_config(self)
         route(self)
 
     return __post_init__
+
+
+@contextlib.contextmanager
+def showing(config: object, values: Mapping[str, Any]) -> Iterator[None]:
+    """Give attributes other values for a while."""
+    found = {name: getattr(config, name) for name in values}
+    for name, value in values.items():
+        setattr(config, name, value)
+    try:
+        yield
+    finally:
+        for name, value in found.items():
+            setattr(config, name, value)
 
 
 def route(vllm_config: VllmConfig) -> None:

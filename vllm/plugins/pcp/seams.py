@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The vLLM functions that this package wraps, and the guard that installs the wrappers.
 
-Nothing else in the package assigns to an attribute of vLLM. A seam names the exact source it was
+Nothing else in the package assigns to an attribute of vLLM, but for one process group
+(``vllm.distributed.pcp.groups``). A seam names the exact source it was
 written for; on any difference nothing is installed and the error lists all of them.
 """
 
@@ -16,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.plugins.pcp.routing import wrap_vllm_config_post_init
+from vllm.plugins.pcp.routing import wrap_create_engine_config, wrap_vllm_config_post_init
 
 PINNED_VLLM = "0.25.1"
 
@@ -68,6 +69,15 @@ class Seam:
 
 
 SEAMS = (
+    Seam(
+        module="vllm.engine.arg_utils",
+        qualname="EngineArgs.create_engine_config",
+        digest="214bc7647825",
+        build=wrap_create_engine_config,
+        why="vLLM refuses a D that does not divide TP while it turns arguments into a "
+        "configuration; with P > 1 ranks share the KV cache along the PCP axis first.",
+        retire_when="vLLM compares D with P and TP.",
+    ),
     Seam(
         module="vllm.config",
         qualname="VllmConfig.__post_init__",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.pcp.groups import init_dcp_group
 from vllm.model_executor.layers.pcp import register_layers
 from vllm.v1.attention.backends.pcp import register_backends
 from vllm.v1.worker.gpu.pcp.model_runner import make_pcp_runner
@@ -28,8 +29,12 @@ class PCPWorkerMixin(_WorkerBase):
         super().__init__(*args, **kwargs)
 
     def init_device(self) -> None:
-        """Build the stock runner, then make it a PCP runner."""
+        """Initialise groups and build the stock runner, then make it a PCP runner.
+
+        Collectives: those of ``init_dcp_group``.
+        """
         super().init_device()
+        init_dcp_group()
         self.pcp_runner = make_pcp_runner(self.model_runner)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:

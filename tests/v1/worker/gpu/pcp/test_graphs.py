@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from vllm.config.compilation import CUDAGraphMode
+from vllm.config.compilation import CompilationConfig, CompilationMode, CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
 from vllm.v1.worker.gpu.pcp import graphs as graphs_module
 from vllm.v1.worker.gpu.pcp.graphs import (
-    CACHE_WRITES,
+    EAGER_OPS,
     PartitionedBatchDescriptor,
     PartitionGraphs,
 )
@@ -84,19 +84,26 @@ def test_the_forward_pass_is_switched_only_where_there_is_a_graph(
         ({}, True),
         ({"cudagraph_mode": CUDAGraphMode.FULL_DECODE_ONLY}, False),
         ({"use_breakable_cg": True}, False),
-        ({"splitting_ops": ["vllm::unified_attention"]}, False),
+        *(({"splitting_ops": EAGER_OPS - {op}}, False) for op in sorted(EAGER_OPS)),
         ({"splitting_ops": None}, False),
         ({"use_inductor_graph_partition": True}, False),
     ],
 )
-def test_cache_writes_are_never_captured(change: dict[str, Any], wanted: bool) -> None:
+def test_what_gathers_is_never_captured(change: dict[str, Any], wanted: bool) -> None:
     settings: dict[str, Any] = {
         "cudagraph_mode": CUDAGraphMode.FULL_AND_PIECEWISE,
         "use_breakable_cg": False,
-        "splitting_ops": ["vllm::unified_attention", *CACHE_WRITES],
+        "splitting_ops": [*EAGER_OPS, "vllm::mamba_mixer"],
         "use_inductor_graph_partition": False,
     } | change
     manager: Any = SimpleNamespace(
         **settings, needs_capture=lambda: True, compilation_config=SimpleNamespace(**settings)
     )
     assert PartitionGraphs.are_wanted(manager) == wanted
+
+
+def test_vllm_splits_at_what_gathers() -> None:
+    """Under other names there would be no graphs, and nobody would notice."""
+    config = CompilationConfig(mode=CompilationMode.VLLM_COMPILE)
+    config.set_splitting_ops_for_v1(all2all_backend="allgather_reducescatter")
+    assert set(config.splitting_ops or ()) >= EAGER_OPS

@@ -122,6 +122,20 @@ def rows_stand_in_attention_order(case: Case) -> None:
         assert has_context == sorted(has_context, reverse=True)
 
 
+def rows_behind_cached_tokens_stand_first(case: Case) -> None:
+    """Replicated ones ahead of partitioned ones, as many of each on every rank."""
+    requests = case.batch.requests
+    is_cached = [request.num_computed > 0 for request in requests]
+    is_replicated = [not case.batch.is_partitioned(request) for request in requests]
+    split, stop = case.plan.num_replicated_cached_rows, case.plan.num_cached_rows
+    assert case.plan.num_cached_tokens.tolist() == [request.num_computed for request in requests]
+    for rows in case.rows:
+        assert all(is_cached[r] and is_replicated[r] for r, _, _ in rows[:split])
+        assert all(is_cached[r] and not is_replicated[r] for r, _, _ in rows[split:stop])
+        assert not any(is_cached[r] for r, _, _ in rows[stop:])
+        assert [r for r, _, _ in rows[:stop]] == [r for r, _, _ in case.rows[0][:stop]]
+
+
 def local_tokens_follow_the_rows(case: Case) -> None:
     plan = case.plan
     for rank, rows in enumerate(case.rows):
@@ -225,6 +239,7 @@ def shapes_agree_on_all_ranks(case: Case) -> None:
 CLAIMS: tuple[Callable[[Case], None], ...] = (
     each_rank_has_its_rows,
     rows_stand_in_attention_order,
+    rows_behind_cached_tokens_stand_first,
     local_tokens_follow_the_rows,
     every_token_has_one_owner,
     every_slot_has_one_writer,
@@ -495,16 +510,11 @@ MUTATIONS = {
     "every rank owns copies": ("np.arange(num_repl) % size == rank", "True"),
     "no rank owns copies": ("np.arange(num_repl) % size == rank", "False"),
     "every copy writes": ("where=row_is_owned", "where=True"),
-    "forgets the cached prefix": ("row_offset + num_computed_tokens[req] == 0", "row_offset == 0"),
-    "forgets the step's own context": (
-        "row_offset + num_computed_tokens[req] == 0",
-        "num_computed_tokens[req] == 0",
-    ),
-    "decodes among prefills": ("is_prefilling[req]", "0"),
-    "rows not sorted": (
-        "order = np.argsort(region, axis=1",
-        "order = np.argsort(region * 0, axis=1",
-    ),
+    "forgets the cached prefix": ("num_computed_tokens[req] > 0", "row_offset[0] > 0"),
+    "forgets the step's own context": ("(row_offset > 0)", "False"),
+    "replicated among partitioned": ("region[:num_repl] -=", "region[:num_repl] -= 0 *"),
+    "decodes among prefills": ("region *= is_prefilling[req]", "pass"),
+    "rows not sorted": ("np.argsort(region - (", "np.argsort(0 * region - 0 * ("),
     "rows not offset in the batch": ("first_token[row_req] + row_offset", "first_token[row_req]"),
     "padding is not skipped": (
         "padded_len[:, width] = num_tokens_after_padding -",
@@ -515,7 +525,7 @@ MUTATIONS = {
         "np.cumsum(row_len, dtype=np.int32) - row_len",
         "np.cumsum(row_len, dtype=np.int32)",
     ),
-    "query starts shifted": ("out=query_start_loc[1:]", "out=query_start_loc[:-1]"),
+    "query starts shifted": ("out=sums[1:]", "out=sums[:-1]"),
     "restores by the gather": (
         "return restore_idx[:-1]",
         "return self.slot_idx[: self.num_tokens]",

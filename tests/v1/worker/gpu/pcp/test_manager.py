@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from vllm.distributed.pcp.kv_shards import UNSHARED, KVShards
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 from vllm.v1.worker.gpu.pcp import copies
 from vllm.v1.worker.gpu.pcp import manager as manager_module
@@ -69,20 +70,26 @@ def make_batch(requests: list[tuple[int, int, bool]]) -> InputBatch:
 @pytest.fixture(params=[(), (16, 32, 48)], ids=["no graphs", "graphs"])
 def ranks(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[int], list[PCPManager]]:
-    """Return managers of all ranks of a group that is not there, with and without CUDA graphs."""
+) -> Callable[..., list[PCPManager]]:
+    """Return what makes managers of all ranks of a group that is not there.
 
+    Before and after graphs of some numbers of rows were captured.
+    """
     # No pinned memory without a GPU.
     monkeypatch.setattr(copies, "async_copy_to_gpu", lambda array, device: torch.from_numpy(array))
 
-    def make(size: int) -> list[PCPManager]:
+    def make(size: int, interleave: int | None = None) -> list[PCPManager]:
+        """Make them share the KV cache in runs of ``interleave`` tokens, or not."""
         config: Any = types.SimpleNamespace(
-            scheduler_config=types.SimpleNamespace(max_num_batched_tokens=4096, max_num_seqs=64)
+            scheduler_config=types.SimpleNamespace(max_num_batched_tokens=4096, max_num_seqs=64),
+            parallel_config=types.SimpleNamespace(cp_kv_cache_interleave_size=1),
         )
         managers = []
         for rank in range(size):
             group = types.SimpleNamespace(world_size=size, rank_in_group=rank)
+            shards = KVShards(size, rank, interleave or 1) if interleave else UNSHARED
             monkeypatch.setattr(manager_module, "get_pcp_group", lambda group=group: group)
+            monkeypatch.setattr(manager_module, "kv_shards", lambda _, shards=shards: shards)
             managers.append(PCPManager(config, torch.device("cpu")))
             managers[-1].graphs.allocate(max(request.param, default=0), torch.device("cpu"))
             managers[-1].graphs.num_rows = np.array(request.param)
@@ -197,6 +204,39 @@ def test_gathered_rows_write_each_slot_once(
         pairs = zip(tokens[written].tolist(), mapping[written].tolist(), strict=True)
         assert all(slot_of[token] == slot for token, slot in pairs)
         assert sorted(mapping[written].tolist()) == sorted(slot_of.values())
+
+
+@pytest.mark.parametrize("interleave", [1, 4])
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("name", BATCHES)
+def test_ranks_that_share_know_how_much_of_each_row_they_keep(
+    ranks: Callable[..., list[PCPManager]], name: str, size: int, interleave: int
+) -> None:
+    managers, batch = ranks(size, interleave), make_batch(BATCHES[name])
+    for rank, step in enumerate(partition(managers, batch)):
+        local = step.local_batch
+        assert local.dcp_local_seq_lens is not None
+        for seq_len, num_kept in zip(
+            local.seq_lens.tolist(), local.dcp_local_seq_lens.tolist(), strict=True
+        ):
+            kept = [token for token in range(seq_len) if token // interleave % size == rank]
+            assert num_kept == len(kept)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("name", BATCHES)
+def test_layers_are_told_the_same_of_a_step_on_every_rank(
+    ranks: Callable[..., list[PCPManager]], name: str, size: int
+) -> None:
+    managers, batch = ranks(size), make_batch(BATCHES[name])
+    decodes = [i for i, (_, _, is_prefilling) in enumerate(BATCHES[name]) if not is_prefilling]
+    for step in partition(managers, batch):
+        state = step.state
+        assert state.row_req is not None
+        assert state.req_end is not None
+        assert state.row_req[: state.num_decodes].tolist() == decodes
+        assert not np.isin(decodes, state.row_req[state.num_decodes :]).any()
+        assert state.req_end.tolist() == batch.seq_lens.tolist()
 
 
 def test_a_step_of_decodes_is_left_alone(ranks: Callable[[int], list[PCPManager]]) -> None:

@@ -4,6 +4,8 @@
 kv_gather  what they share: the mixins over a stock implementation and metadata builder
 flash_attn, flash_attn_diffkv, flashinfer, triton_attn, cpu_attn  one stock backend each
 mla        the same for backends that cache latents
+context_plan     what rows attend to where, with D > 1 and keys that are not gathered
+partial_results, merge_partials  merge what ranks get from their parts of the keys
 """
 
 from __future__ import annotations
@@ -25,6 +27,17 @@ BACKENDS = {
     "FLASHMLA_SPARSE": f"{__name__}.mla.flashmla_sparse.PCPFlashMLASparseBackend",
     "FLASHINFER_MLA_SPARSE": f"{__name__}.mla.flashinfer_mla_sparse.PCPFlashInferMLASparseBackend",
 }
+
+# Those that attend to a KV cache of which each rank has a part, D > 1: results have a
+# log-sum-exp, and prefills gather what others have, or have others attend to it.
+DCP_BACKENDS = (
+    "FLASH_ATTN",
+    "FLASH_ATTN_MLA",
+    "FLASHMLA",
+    "CUTLASS_MLA",
+    "FLASHINFER_MLA",
+    "TRITON_MLA",
+)
 
 
 def register_backends() -> None:

@@ -8,7 +8,7 @@ from vllm.v1.attention.backends.flash_attn_diffkv import (
     FlashAttentionDiffKVBackend,
     FlashAttentionDiffKVImpl,
 )
-from vllm.v1.attention.backends.pcp.flash_attn import PCPFlashAttentionMetadataBuilder
+from vllm.v1.attention.backends.pcp.flash_attn_metadata import PCPFlashAttentionMetadataBuilder
 from vllm.v1.attention.backends.pcp.kv_gather import GatherKVMixin
 
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec
 
     class _ImplBase(AttentionImpl[Any]):
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
         def do_kv_cache_update(
             self,
             layer: Any,
@@ -60,9 +62,26 @@ def kv_views(
 
 
 class GatherKVMixin(_ImplBase):
-    """Over a stock attention implementation; gathers K and V in the model's dtype."""
+    """Over a stock attention implementation; gathers K and V in the model's dtype.
+
+    Attributes:
+        shares_cache: Whether it attends to a KV cache of which each rank has a part, D > 1.
+
+    Raises:
+        NotImplementedError: it would have to, and does not.
+    """
 
     supports_pcp = True
+    shares_cache = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.dcp_world_size > 1 and not self.shares_cache:
+            raise NotImplementedError(
+                "Prefill context parallelism does not support decode context parallelism with the "
+                f"attention implementation that vLLM chose (got {type(self).__name__}). Set "
+                "--attention-backend FLASH_ATTN, or --decode-context-parallel-size 1."
+            )
 
     def fused_rope_kvcache_supported(self) -> bool:
         """Refuse the fusion that writes the cache without ``do_kv_cache_update``."""
@@ -128,12 +147,31 @@ class GatherQuantizedKVMixin(GatherKVMixin):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
+        _, num_kv_heads, head_size = key.shape
+        self._pack(layer, key, value, kv_cache.dtype)
+        rows = get_kv_gather().finish()
+        if is_quantized_kv_cache(self.kv_cache_dtype):
+            self._write_quantized(layer, rows, num_kv_heads, head_size, kv_cache, slot_mapping)
+        else:
+            keys, values = kv_views(rows.view(kv_cache.dtype), num_kv_heads, head_size, head_size)
+            self._write(layer, keys, values, kv_cache[:, 0], kv_cache[:, 1], slot_mapping)
+
+    def _pack(
+        self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``key`` and ``value`` as the cache has them, views of this rank's rows.
+
+        Args:
+            layer: The attention layer, for its cache scales.
+            key: ``[n, num_kv_heads, head_size]``.
+            value: The same.
+            dtype: The cache's.
+        """
         num_tokens, num_kv_heads, head_size = key.shape
         gather = get_kv_gather()
-        own_rows = gather.begin(num_tokens, 2 * num_kv_heads * head_size * kv_cache.element_size())
-        own_keys, own_values = kv_views(
-            own_rows.view(kv_cache.dtype), num_kv_heads, head_size, head_size
-        )
+        assert num_tokens <= gather.identity.shape[0], f"{num_tokens} tokens"
+        own_rows = gather.begin(num_tokens, 2 * num_kv_heads * head_size * dtype.itemsize)
+        own_keys, own_values = kv_views(own_rows.view(dtype), num_kv_heads, head_size, head_size)
         self._write(
             layer,
             key,
@@ -142,12 +180,7 @@ class GatherQuantizedKVMixin(GatherKVMixin):
             own_values.unsqueeze(0),
             gather.identity[:num_tokens],
         )
-        rows = gather.finish()
-        if is_quantized_kv_cache(self.kv_cache_dtype):
-            self._write_quantized(layer, rows, num_kv_heads, head_size, kv_cache, slot_mapping)
-        else:
-            keys, values = kv_views(rows.view(kv_cache.dtype), num_kv_heads, head_size, head_size)
-            self._write(layer, keys, values, kv_cache[:, 0], kv_cache[:, 1], slot_mapping)
+        return own_keys, own_values
 
     def _write(
         self,

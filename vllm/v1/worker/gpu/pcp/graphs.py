@@ -9,6 +9,9 @@ steps keep the GPU busy without.
 
 Graphs of partitioned steps and of other steps differ where ranks exchange rows, in layers of
 experts: a descriptor of their own tells them apart.
+
+Attention and cache writes stand between graphs, with D > 1 above all: how much ranks exchange over
+DCP, and whether they do, follows from the step's requests. How many rows a graph has does not.
 """
 
 from __future__ import annotations
@@ -25,8 +28,14 @@ from vllm.forward_context import BatchDescriptor, get_forward_context
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
-# They gather, into slots that are known when the step runs: never inside a graph.
-CACHE_WRITES = {"vllm::unified_kv_cache_update", "vllm::unified_mla_kv_cache_update"}
+# All that gathers keys, queries or partial results, by plans and into slots that are known when the
+# step runs: never inside a graph.
+EAGER_OPS = {
+    "vllm::unified_attention_with_output",
+    "vllm::unified_mla_attention_with_output",
+    "vllm::unified_kv_cache_update",
+    "vllm::unified_mla_kv_cache_update",
+}
 ROW_STEP = 256
 MAX_ROWS = 4096
 
@@ -58,14 +67,14 @@ class PartitionGraphs:
 
     @staticmethod
     def are_wanted(manager: CudaGraphManager) -> bool:
-        """Say whether other steps replay PIECEWISE graphs, with cache writes between them."""
+        """Say whether other steps replay PIECEWISE graphs, with what gathers between them."""
         config = manager.compilation_config
         return (
             manager.cudagraph_mode.has_piecewise_cudagraphs()
             and manager.needs_capture()
             and not manager.use_breakable_cg
             and not config.use_inductor_graph_partition
-            and set(config.splitting_ops or ()) >= CACHE_WRITES
+            and set(config.splitting_ops or ()) >= EAGER_OPS
         )
 
     def allocate(self, max_rows: int, device: torch.device) -> None:

@@ -69,7 +69,9 @@ class PartitionPlan:
     All ranks have the same number of rows ``W``: one for each replicated request and two, head and
     tail, for each partitioned one. Rows stand in the order that attention backends rely on:
     replicated decodes, prefill rows with earlier tokens of their request in the cache (those of
-    this step included), rows at the start of their request.
+    this step included), rows at the start of their request. Among the second, rows whose request
+    has tokens cached from before this step stand first, and of those the replicated ones: up to
+    there, rows are of the same requests on every rank. The other groups have as many rows.
 
     Attributes:
         pcp_world_size: ``P``.
@@ -81,6 +83,11 @@ class PartitionPlan:
         row_token: ``[P, W]`` int32, the row's first token in the global batch.
         row_is_owned: ``[P, W]`` bool, False for the copies of a replicated row on the ranks that do
             not own it.
+        num_cached_tokens: ``[num_reqs]`` int32, tokens that a request has in the cache from before
+            this step.
+        num_replicated_cached_rows: Replicated rows of requests with cached tokens, the first rows.
+        num_cached_rows: Rows of requests with cached tokens: those, and the partitioned ones, which
+            follow.
         num_local_tokens: ``[P]`` int32, tokens that each rank computes.
         num_tokens_after_padding: ``L``, the largest of them or more; every rank runs and gathers so
             many rows.
@@ -95,16 +102,16 @@ class PartitionPlan:
     row_len: Int32Array
     row_token: Int32Array
     row_is_owned: BoolArray
+    num_cached_tokens: Int32Array
+    num_replicated_cached_rows: int
+    num_cached_rows: int
     num_local_tokens: Int32Array
     num_tokens_after_padding: int
     slot_idx: Int32Array
 
     def query_start_loc(self, pcp_rank: int) -> Int32Array:
         """Return ``[W + 1]`` int32, exclusive prefix sum of the rank's row lengths."""
-        row_len = self.row_len[pcp_rank]
-        query_start_loc = np.zeros(row_len.shape[0] + 1, dtype=np.int32)
-        np.cumsum(row_len, out=query_start_loc[1:])
-        return query_start_loc
+        return exclusive_sum(self.row_len[pcp_rank])
 
     def gather_idx(self, pcp_rank: int) -> Int32Array:
         """Return ``[L]`` int32, the global token of each row to run; padding repeats token 0."""
@@ -144,6 +151,13 @@ class PartitionPlan:
         send_idx = np.zeros((self.pcp_world_size, num_rows), dtype=np.int32)
         send_idx[rank, row] = local_token
         return RestorePlan(send_idx=send_idx, recv_idx=(rank * num_rows + row).astype(np.int32))
+
+
+def exclusive_sum(lengths: npt.NDArray[np.integer]) -> Int32Array:
+    """Return ``[n + 1]`` int32, the sums of the lengths ahead of each, and of all."""
+    sums = np.zeros(lengths.shape[0] + 1, dtype=np.int32)
+    np.cumsum(lengths, out=sums[1:])
+    return sums
 
 
 def is_partitioned(
@@ -204,10 +218,15 @@ def plan_partition(
     row_is_owned = np.ones(row_offset.shape, dtype=np.bool_)
     row_is_owned[:, :num_repl] = np.arange(num_repl) % size == rank
 
-    # 0: decodes, 1: rows with context, 2: rows at the start of their request.
-    region = (row_offset + num_computed_tokens[req] == 0).astype(np.int8)
-    region += is_prefilling[req]
-    order = np.argsort(region, axis=1, kind="stable")
+    # 0: decodes; behind cached tokens 1: replicated, 2: partitioned; 3: tails behind tokens of this
+    # step alone; 4: rows at the start of their request.
+    is_cached = num_computed_tokens[req] > 0
+    region = np.where(is_cached, np.int8(2), np.int8(4))
+    region[:num_repl] -= is_cached[:num_repl]
+    region *= is_prefilling[req]
+    num_replicated_cached_rows = int(np.count_nonzero(region < 2))
+    num_cached_rows = int(np.count_nonzero(region < 3))
+    order = np.argsort(region - ((row_offset > 0) & ~is_cached), axis=1, kind="stable")
     flat_order = order + rank * req.shape[0]
 
     first_token = np.cumsum(num_scheduled_tokens, dtype=np.int32) - num_scheduled_tokens
@@ -226,6 +245,9 @@ def plan_partition(
         row_len=row_len,
         row_token=row_token,
         row_is_owned=row_is_owned,
+        num_cached_tokens=num_computed_tokens,
+        num_replicated_cached_rows=num_replicated_cached_rows,
+        num_cached_rows=num_cached_rows,
         num_local_tokens=num_local_tokens,
         num_tokens_after_padding=num_tokens_after_padding,
         slot_idx=_slot_idx(row_token, row_len, row_is_owned, num_tokens_after_padding),

@@ -14,6 +14,8 @@ import torch
 from vllm.distributed.parallel_state import get_pcp_group
 from vllm.distributed.pcp.collectives import gather_rows
 from vllm.distributed.pcp.kv_gather import KVGather, init_kv_gather
+from vllm.distributed.pcp.shard_collectives import kv_shards
+from vllm.distributed.pcp.step import StepState
 from vllm.logger import init_logger
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -67,6 +69,7 @@ class PCPStep:
         local_batch: The batch as run here.
         slot_idx: ``[P * L]`` int32 on the device, ``plan.slot_idx``.
         row_req: ``[W]`` int32 on the device, request of each local row.
+        state: What layers may know of the step.
     """
 
     plan: PartitionPlan
@@ -74,6 +77,7 @@ class PCPStep:
     local_batch: InputBatch
     slot_idx: torch.Tensor
     row_req: torch.Tensor
+    state: StepState
 
 
 class PCPManager:
@@ -89,6 +93,7 @@ class PCPManager:
         self.pcp_world_size: int = group.world_size
         self.pcp_rank: int = group.rank_in_group
         self.device = device
+        self.shards = kv_shards(vllm_config.parallel_config.cp_kv_cache_interleave_size)
         scheduler_config = vllm_config.scheduler_config
         self.max_local_tokens = max_local_tokens(
             scheduler_config.max_num_batched_tokens,
@@ -171,6 +176,9 @@ class PCPManager:
             query_start_loc=query_start_loc,
             query_start_loc_np=query_start_loc_np,
             seq_lens=seq_lens,
+            dcp_local_seq_lens=None
+            if self.shards.world_size == 1
+            else self.shards.num_kept(seq_lens, self.shards.rank),
             seq_lens_cpu_upper_bound=torch.from_numpy(num_computed_tokens_np + row_len),
             num_computed_tokens_np=num_computed_tokens_np,
             prefill_len_np=prefill_len_np,
@@ -181,7 +189,14 @@ class PCPManager:
             is_padding=is_padding,
         )
         self._count(plan)
-        return PCPStep(plan, batch, local_batch, slot_idx, row_req_device)
+        state = StepState(
+            is_partitioned=True,
+            row_req=row_req,
+            req_end=batch.num_computed_tokens_np + batch.num_scheduled_tokens,
+            num_decodes=int(np.count_nonzero(~batch.is_prefilling_np)),
+            plan=plan,
+        )
+        return PCPStep(plan, batch, local_batch, slot_idx, row_req_device, state)
 
     def prepare_attn(
         self, step: PCPStep, block_tables: tuple[torch.Tensor, ...], slot_mappings: torch.Tensor

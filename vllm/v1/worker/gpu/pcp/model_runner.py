@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from vllm.config import get_layers_from_vllm_config
-from vllm.distributed.parallel_state import graph_capture
+from vllm.distributed.parallel_state import get_dcp_group, graph_capture
 from vllm.distributed.pcp.collectives import broadcast_from_first_rank, gather_rows
+from vllm.distributed.pcp.shard_collectives import gather_shards
 from vllm.distributed.pcp.step import REPLICATED, StepState, set_step_state
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention, MLAAttention
@@ -185,6 +186,9 @@ class PCPRunnerMixin(_RunnerBase):
         assert hidden_states is not None
         gather_rows(hidden_states)
         broadcast_from_first_rank(torch.zeros(1, 1, dtype=torch.int64, device=self.device))
+        if self.use_dcp:
+            rows = torch.zeros(self.dcp_size, 16, dtype=torch.uint8, device=self.device)
+            gather_shards(rows, self.pcp.shards.own_rows(rows))
         self.pcp.reset_stats()
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
@@ -203,6 +207,11 @@ class PCPRunnerMixin(_RunnerBase):
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         """Return block tables and slots that write nothing; in the warm-up, slots that gather."""
         block_tables, slot_mappings = super().prepare_dummy_attn(input_batch)
+        if self.use_dcp:
+            # Where vLLM forgets it: in the buffer that a CUDA graph reads.
+            num_kept = self.input_buffers.dcp_local_seq_lens[: input_batch.num_reqs]
+            num_kept.copy_(self.pcp.shards.num_kept(input_batch.seq_lens, self.pcp.shards.rank))
+            input_batch.dcp_local_seq_lens = num_kept
         if self._is_gather_warm_up:
             slot_mappings = self.pcp.get_dummy_slot_mappings(
                 len(block_tables), input_batch.num_tokens
@@ -280,7 +289,7 @@ class PCPRunnerMixin(_RunnerBase):
         step = self._pcp_step
         if step is None:
             return super().prepare_attn(input_batch)
-        set_step_state(StepState(True, step.plan.row_req[self.pcp.pcp_rank]))
+        set_step_state(step.state)
         block_tables, slot_mappings = super().prepare_attn(step.global_batch)
         return self.pcp.prepare_attn(step, block_tables, slot_mappings)
 
@@ -341,4 +350,6 @@ def make_pcp_runner(runner: Any) -> PCPRunnerMixin:
     runner.__class__ = type(f"PCP{stock.__name__}", (PCPRunnerMixin, stock), {})
     assert isinstance(runner, PCPRunnerMixin)
     runner.pcp = PCPManager(runner.vllm_config, runner.device)
+    # The stock runner has asked the group that vLLM had cut out of TP.
+    runner.dcp_rank = get_dcp_group().rank_in_group
     return runner

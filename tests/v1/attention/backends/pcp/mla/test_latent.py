@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.packaging.conftest import Interpreter, interpreter  # noqa: F401
+from tests.conftest import Interpreter
+
+if TYPE_CHECKING:
+    from vllm.distributed.pcp.kv_shards import KVShards
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
@@ -120,74 +123,130 @@ STEPS = {
 }
 
 
-def planned_and_expected(
-    rows: list[tuple[int, int, int]], max_tokens: int
-) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Return the output by plan, by a loop over queries in fp64, and whether ours was merged."""
-    from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
-    from vllm.v1.attention.backends.pcp.mla import latent
-    from vllm.v1.attention.backends.pcp.mla.prefill_backend import register_prefill_backend
-    from vllm.v1.attention.backends.pcp.mla.prefill_plan import plan_prefill
-    from vllm.v1.worker.gpu.pcp import copies
+Rows = list[tuple[int, int, int]]
 
-    register_prefill_backend()
-    backend: Any = MLAPrefillBackendEnum.FLASH_ATTN.get_class()
-    config: Any = SimpleNamespace(model_config=SimpleNamespace(dtype=DTYPE))
-    prefill_backend = backend(NUM_HEADS, SCALE, LATENT, NOPE, ROPE, V_DIM, config)
-    weight = random(NUM_HEADS * (NOPE + V_DIM), LATENT, seed=2) * 0.05
-    impl = make_impl()
-    impl.kv_b_proj = lambda x: (x @ weight.T, None)
 
-    req, start, length = (np.array(column, dtype=np.int32) for column in zip(*rows, strict=True))
-    num_tokens = int(max(start + length))
-    latents = random(int(req.max()) + 1, num_tokens, LATENT + ROPE, seed=3)
-    blocks_each = -(-num_tokens // BLOCK_SIZE)
-    cache = torch.full((NUM_BLOCKS, BLOCK_SIZE, LATENT + ROPE), 1e4, dtype=DTYPE, device=DEVICE)
-    order = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(4)).to(DEVICE)
-    tables = order[: len(latents) * blocks_each].view(len(latents), blocks_each).int()
-    for index, table in enumerate(tables):
-        for token in range(num_tokens):
-            cache[table[token // BLOCK_SIZE], token % BLOCK_SIZE] = latents[index, token]
+class Scene:
+    """A model's layer, and latents of some requests; the same at every call.
 
-    with pytest.MonkeyPatch.context() as patch:
-        if not HAS_GPU:
-            patch.setattr(copies, "async_copy_to_gpu", lambda x, device: torch.from_numpy(x))
-        plan = plan_prefill(start, length, req, page_size=BLOCK_SIZE, max_tokens=max_tokens)
-        metadata = latent.PCPPrefillMetadata(
-            block_table=tables[torch.from_numpy(req).to(DEVICE).long()],
-            query_start_loc=torch.empty(0),
-            max_query_len=0,
-            prefill_backend=prefill_backend,
-            batches=latent._to_device(plan, tables[torch.from_numpy(req).to(DEVICE).long()]),
-            workspace=torch.empty(max_tokens, LATENT + ROPE, dtype=DTYPE, device=DEVICE),
-            has_partial_results=plan.has_partial_results,
+    Attributes:
+        latents: ``[num_reqs, num_tokens, LATENT + ROPE]``.
+        weight: ``[NUM_HEADS * (NOPE + V_DIM), LATENT]``, of the up-projection.
+        impl: Our implementation.
+        prefill_backend: What it attends with.
+    """
+
+    def __init__(self, num_reqs: int, num_tokens: int) -> None:
+        from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
+        from vllm.v1.attention.backends.pcp.mla.prefill_backend import register_prefill_backend
+
+        register_prefill_backend()
+        backend: Any = MLAPrefillBackendEnum.FLASH_ATTN.get_class()
+        config: Any = SimpleNamespace(model_config=SimpleNamespace(dtype=DTYPE))
+        self.prefill_backend = backend(NUM_HEADS, SCALE, LATENT, NOPE, ROPE, V_DIM, config)
+        self.weight = random(NUM_HEADS * (NOPE + V_DIM), LATENT, seed=2) * 0.05
+        self.impl = make_impl()
+        self.impl.kv_b_proj = lambda x: (x @ self.weight.T, None)
+        self.latents = random(num_reqs, num_tokens, LATENT + ROPE, seed=3)
+
+    def cache(self, shards: KVShards) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what a rank keeps, ``[NUM_BLOCKS, BLOCK_SIZE, ...]``, and block tables."""
+        num_reqs, num_tokens, width = self.latents.shape
+        blocks_each = -(-num_tokens // (BLOCK_SIZE * shards.world_size))
+        cache = torch.full((NUM_BLOCKS, BLOCK_SIZE, width), 1e4, dtype=DTYPE, device=DEVICE)
+        order = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+        tables = order[: num_reqs * blocks_each].view(num_reqs, blocks_each).int()
+        kept = [
+            token
+            for token in range(num_tokens)
+            if token // shards.interleave % shards.world_size == shards.rank
+        ]
+        for latents, table in zip(self.latents, tables, strict=True):
+            for place, token in enumerate(kept):
+                cache[table[place // BLOCK_SIZE], place % BLOCK_SIZE] = latents[token]
+        return cache, tables
+
+    def queries(self, rows: Rows) -> torch.Tensor:
+        """Return ``[T, NUM_HEADS, NOPE + ROPE]``."""
+        return random(sum(length for _, _, length in rows), NUM_HEADS, NOPE + ROPE, seed=5)
+
+    def planned(
+        self, rows: Rows, max_tokens: int, shards: KVShards, ends: list[int] | None = None
+    ) -> tuple[torch.Tensor, bool]:
+        """Return the output by plan, and whether it was merged."""
+        from vllm.v1.attention.backends.pcp.mla import latent
+        from vllm.v1.attention.backends.pcp.mla.device_plan import plan_to_device
+        from vllm.v1.attention.backends.pcp.mla.prefill_plan import plan_prefill
+        from vllm.v1.worker.gpu.pcp import copies
+
+        req, start, length = (
+            np.array(column, dtype=np.int32) for column in zip(*rows, strict=True)
         )
-    q = random(int(length.sum()), NUM_HEADS, NOPE + ROPE, seed=5)
-    # Whatever is in the output at first.
-    out = torch.full((len(q), NUM_HEADS * V_DIM), float("nan"), dtype=DTYPE, device=DEVICE)
-    nothing = torch.empty(0)
-    impl.forward_mha(
-        q,
-        nothing,
-        nothing,
-        cache,
-        SimpleNamespace(prefill=metadata),
-        torch.ones(1, device=DEVICE),
-        out,
-    )
+        cache, tables = self.cache(shards)
+        row_tables = tables[torch.from_numpy(req).to(DEVICE).long()]
+        plan = plan_prefill(
+            start,
+            length,
+            req,
+            page_size=BLOCK_SIZE,
+            max_tokens=max_tokens,
+            shards=shards,
+            req_end=None if ends is None else np.array(ends),
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            if not HAS_GPU:
+                patch.setattr(copies, "async_copy_to_gpu", lambda x, device: torch.from_numpy(x))
+            batches = plan_to_device(plan, row_tables, shards)
+        nothing = torch.empty(0)
+        workspace, gathered = (
+            torch.empty(max_tokens, LATENT + ROPE, dtype=DTYPE, device=DEVICE) for _ in range(2)
+        )
+        prefill = latent.PCPPrefillMetadata(
+            block_table=row_tables,
+            query_start_loc=nothing,
+            max_query_len=0,
+            prefill_backend=self.prefill_backend,
+            batches=batches,
+            workspace=workspace,
+            has_partial_results=plan.has_partial_results,
+            shards=shards,
+            gathered=gathered,
+        )
+        q = self.queries(rows)
+        # Whatever is in the output at first.
+        out = torch.full((len(q), NUM_HEADS * V_DIM), float("nan"), dtype=DTYPE, device=DEVICE)
+        scale = torch.ones(1, device=DEVICE)
+        metadata = SimpleNamespace(prefill=prefill)
+        self.impl.forward_mha(q, nothing, nothing, cache, metadata, scale, out)
+        return out.view(-1, NUM_HEADS, V_DIM).double().cpu(), plan.has_partial_results
 
-    expected = torch.zeros(len(q), NUM_HEADS, V_DIM, dtype=torch.float64)
-    query = 0
-    for index, first, count in rows:
-        context = latents[index].double().cpu()
-        kv = (context[:, :LATENT] @ weight.double().cpu().T).view(-1, NUM_HEADS, NOPE + V_DIM)
-        rope = context[:, None, LATENT:].expand(-1, NUM_HEADS, -1)
-        k, v = torch.cat([kv[..., :NOPE], rope], dim=-1), kv[..., NOPE:]
-        for position in range(first, first + count):
-            scores = torch.einsum("hd,nhd->hn", q[query].double().cpu(), k[: position + 1]) * SCALE
-            expected[query] = torch.einsum("hn,nhd->hd", scores.softmax(-1), v[: position + 1])
-            query += 1
-    return out.view(expected.shape).double().cpu(), expected, plan.has_partial_results
+    def expected(self, rows: Rows) -> torch.Tensor:
+        """Return the output of a loop over queries in fp64."""
+        q = self.queries(rows).double().cpu()
+        expected = torch.zeros(len(q), NUM_HEADS, V_DIM, dtype=torch.float64)
+        query = 0
+        for index, first, count in rows:
+            context = self.latents[index].double().cpu()
+            kv = context[:, :LATENT] @ self.weight.double().cpu().T
+            kv = kv.view(-1, NUM_HEADS, NOPE + V_DIM)
+            rope = context[:, None, LATENT:].expand(-1, NUM_HEADS, -1)
+            k, v = torch.cat([kv[..., :NOPE], rope], dim=-1), kv[..., NOPE:]
+            for position in range(first, first + count):
+                scores = torch.einsum("hd,nhd->hn", q[query], k[: position + 1]) * SCALE
+                expected[query] = torch.einsum("hn,nhd->hd", scores.softmax(-1), v[: position + 1])
+                query += 1
+        return expected
+
+
+def planned_and_expected(rows: Rows, max_tokens: int) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """Return the output by plan, by a loop over queries, and whether ours was merged."""
+    from vllm.distributed.pcp.kv_shards import UNSHARED
+
+    scene = Scene(
+        max(req for req, _, _ in rows) + 1, max(start + count for _, start, count in rows)
+    )
+    planned, is_merged = scene.planned(rows, max_tokens, UNSHARED)
+    return planned, scene.expected(rows), is_merged
 
 
 @pytest.mark.parametrize("max_tokens", [64, 10_000], ids=["pieces", "whole"])
@@ -198,6 +257,71 @@ def test_attention_by_plan(call: Callable[..., Any], name: str, max_tokens: int)
     assert torch.isfinite(ours).all()
     tolerance = 2e-2 if HAS_GPU else 1e-5
     assert (ours - expected).abs().max() < tolerance * expected.abs().max()
+
+
+# Of each request: tokens before the step, tokens of the step; whether ranks split these.
+GLOBAL_STEP = [(0, 61, True), (40, 3, False), (33, 24, True), (70, 30, True), (0, 2, False)]
+
+
+def rows_of_rank(rank: int, num_ranks: int) -> Rows:
+    """Return the rows of one rank in a step that all of them share."""
+    rows = []
+    for req, (computed, scheduled, is_split) in enumerate(GLOBAL_STEP):
+        if not is_split:
+            rows.append((req, computed, scheduled))
+            continue
+        bounds = [computed + scheduled * i // (2 * num_ranks) for i in range(2 * num_ranks + 1)]
+        for chunk in (rank, 2 * num_ranks - 1 - rank):
+            rows.append((req, bounds[chunk], bounds[chunk + 1] - bounds[chunk]))
+    # Rows without context last.
+    return sorted(rows, key=lambda row: row[1] == 0)
+
+
+def planned_over_shards(
+    num_ranks: int, interleave: int, max_tokens: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return each rank's output by plan, and by a loop over queries."""
+    from vllm.distributed.pcp.kv_shards import KVShards
+    from vllm.v1.attention.backends.pcp.mla import latent
+
+    ends = [computed + scheduled for computed, scheduled, _ in GLOBAL_STEP]
+    scene = Scene(len(ends), max(ends))
+    order = tuple(np.roll(np.arange(num_ranks), 1).tolist())
+    ranks = [KVShards(num_ranks, rank, interleave, order) for rank in range(num_ranks)]
+    sent: list[list[torch.Tensor]] = [[] for _ in ranks]
+    results = []
+    with pytest.MonkeyPatch.context() as patch:
+        # Ranks play one after the other: all put in, then each gets everything.
+        for shards in ranks:
+            own = sent[shards.rank]
+            patch.setattr(
+                latent, "gather_shards", lambda _, rows, own=own: own.append(rows.clone())
+            )
+            scene.planned(rows_of_rank(shards.rank, num_ranks), max_tokens, shards, ends)
+        assert len({tuple(rows.shape for rows in own) for own in sent}) == 1, "ranks would hang"
+        for shards in ranks:
+            gathers = iter(zip(*sent, strict=True))
+
+            def gather(gathered: torch.Tensor, _: torch.Tensor, gathers: Any = gathers) -> None:
+                parts = next(gathers)
+                gathered.copy_(torch.cat([parts[order.index(place)] for place in range(num_ranks)]))
+
+            patch.setattr(latent, "gather_shards", gather)
+            rows = rows_of_rank(shards.rank, num_ranks)
+            planned, _ = scene.planned(rows, max_tokens, shards, ends)
+            results.append((planned, scene.expected(rows)))
+    return results
+
+
+@pytest.mark.parametrize("max_tokens", [192, 10_000], ids=["pieces", "whole"])
+@pytest.mark.parametrize(("num_ranks", "interleave"), [(2, 1), (3, 1), (4, 1), (2, 16), (3, 4)])
+def test_attention_by_plan_over_a_shared_cache(
+    call: Callable[..., Any], num_ranks: int, interleave: int, max_tokens: int
+) -> None:
+    for ours, expected in call(planned_over_shards, num_ranks, interleave, max_tokens):
+        assert torch.isfinite(ours).all()
+        tolerance = 2e-2 if HAS_GPU else 1e-5
+        assert (ours - expected).abs().max() < tolerance * expected.abs().max()
 
 
 def context_of_rows_out_of_order() -> tuple[list[float], list[float], Any]:

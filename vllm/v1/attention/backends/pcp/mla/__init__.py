@@ -2,6 +2,8 @@
 """MLA backends for prefill context parallelism.
 
 prefill_plan     which keys each row of a step attends to, up-projected once a request (numpy only)
+device_plan      the same, as kernels take it
+shared_decode    decodes over a KV cache that ranks share
 prefill_backend  what a plan asks of a prefill backend; flash_attn_prefill is the one that can
 latent           what the backends share: the gather, the builder, the prefill path
 flashattn_mla, flashmla, cutlass_mla, flashinfer_mla, triton_mla  one stock backend each

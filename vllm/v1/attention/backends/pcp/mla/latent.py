@@ -11,6 +11,9 @@ and to the context apart and merges; every row would read and up-project its con
 one, from the cache (``prefill_plan``), which also does away with the order of rows that the stock
 path asks for. A prefill backend without ``attend`` keeps the stock path, and rows out of order are
 told to it.
+
+Where ranks share the KV cache (D > 1), prefills read what this rank keeps, gather it over DCP and
+put it in order; decodes are those of ``shared_decode``.
 """
 
 from __future__ import annotations
@@ -24,25 +27,28 @@ import torch
 
 from vllm import _custom_ops as ops
 from vllm.distributed.pcp.kv_gather import get_kv_gather
+from vllm.distributed.pcp.kv_shards import UNSHARED, KVShards
+from vllm.distributed.pcp.shard_collectives import gather_shards, kv_shards
 from vllm.distributed.pcp.step import get_step_state
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonImpl,
     MLACommonMetadataBuilder,
     MLACommonPrefillMetadata,
 )
+from vllm.utils.math_utils import round_up
 from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backends.pcp.kv_gather import RowsPerRequestMixin
+from vllm.v1.attention.backends.pcp.mla.device_plan import DeviceBatch, DeviceCall, plan_to_device
 from vllm.v1.attention.backends.pcp.mla.prefill_backend import AttendingPrefillBackend
-from vllm.v1.attention.backends.pcp.mla.prefill_plan import (
-    AttendCall,
-    Int32Array,
-    KeyBatch,
-    PrefillPlan,
-    min_batch_tokens,
-    plan_prefill,
+from vllm.v1.attention.backends.pcp.mla.prefill_plan import plan_prefill
+from vllm.v1.attention.backends.pcp.mla.shared_decode import (
+    SharedDecodeMixin,
+    end_decodes_at,
+    shard_view,
 )
 from vllm.v1.attention.ops import merge_attn_states
 from vllm.v1.worker.gpu.pcp.copies import copy_to_device
+from vllm.v1.worker.gpu.pcp.layout import Int32Array
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -60,11 +66,12 @@ if TYPE_CHECKING:
             k_scale: torch.Tensor,
         ) -> None: ...
 
-    _DenseImplBase = MLACommonImpl[Any]
+    class _DenseImplBase(SharedDecodeMixin, MLACommonImpl[Any]): ...
 
     class _BuilderBase(RowsPerRequestMixin, MLACommonMetadataBuilder[Any]): ...
 else:
-    _ImplBase = _DenseImplBase = object
+    _ImplBase = object
+    _DenseImplBase = SharedDecodeMixin
     _BuilderBase = RowsPerRequestMixin
 
 # Up-projecting so many tokens takes the GPU about as long as the host takes for a launch.
@@ -72,36 +79,6 @@ MAX_REPEATED_TOKENS = 4096
 
 # Log-sum-exp of no keys at all. Finite, so that merging two of them is not NaN.
 NO_KEYS = -1e30
-
-
-@dataclass
-class DeviceCall:
-    """An ``AttendCall`` with its arrays on the device."""
-
-    call: AttendCall
-    cu_seqlens_q: torch.Tensor
-    cu_seqlens_k: torch.Tensor
-
-
-@dataclass
-class DeviceBatch:
-    """A ``KeyBatch`` as the kernel that reads the cache takes it.
-
-    Attributes:
-        num_tokens: Tokens to read.
-        block_table: ``[num_pieces, max_num_blocks]`` int32.
-        cu_seqlens: ``[num_pieces + 1]`` int32.
-        token_to_piece: ``[num_tokens]`` int32.
-        start: ``[num_pieces]`` int32.
-        calls: What attends to them.
-    """
-
-    num_tokens: int
-    block_table: torch.Tensor
-    cu_seqlens: torch.Tensor
-    token_to_piece: torch.Tensor
-    start: torch.Tensor
-    calls: list[DeviceCall]
 
 
 @dataclass
@@ -123,11 +100,15 @@ class PCPPrefillMetadata(MLACommonPrefillMetadata):
         batches: The plan.
         workspace: ``[max_tokens, head_size]``, the latents of a batch.
         has_partial_results: Some row attends in more than one batch.
+        shards: How ranks share the KV cache.
+        gathered: ``[max_tokens, head_size]``, where they do, the latents as they are gathered.
     """
 
     batches: list[DeviceBatch] = dataclasses.field(default_factory=list)
     workspace: torch.Tensor | None = None
     has_partial_results: bool = False
+    shards: KVShards = UNSHARED
+    gathered: torch.Tensor | None = None
 
 
 class PlanPrefillMixin(_BuilderBase):
@@ -141,16 +122,42 @@ class PlanPrefillMixin(_BuilderBase):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        # The longest row: a chunk of the only request of a step.
-        max_num_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-        num_chunks = 2 * vllm_config.parallel_config.prefill_context_parallel_size
-        max_row_tokens = -(-max_num_tokens // num_chunks)
-        workspace = self.chunked_prefill_workspace
-        num_missing = min_batch_tokens(max_row_tokens, self.page_size) - workspace.shape[0]
-        if num_missing > 0:
-            shape = (workspace.shape[0] + num_missing, workspace.shape[1])
-            self.chunked_prefill_workspace = workspace.new_empty(shape)
         self._has_plan = isinstance(self._prefill_backend, AttendingPrefillBackend)
+        parallel_config = vllm_config.parallel_config
+        self.shards = kv_shards(parallel_config.cp_kv_cache_interleave_size)
+        self.gathered: torch.Tensor | None = None
+        if self.shards.world_size > 1:
+            self._share(parallel_config.prefill_context_parallel_size)
+
+    def _share(self, pcp_world_size: int) -> None:
+        """Prepare for a cache that ranks share.
+
+        Raises:
+            NotImplementedError: vLLM chose a prefill backend that cannot run a plan.
+        """
+        if not self._has_plan:
+            raise NotImplementedError(
+                "Prefill context parallelism does not support decode context parallelism with the "
+                f"MLA prefill backend that vLLM chose (got {self._prefill_backend.get_name()}). "
+                "Set --decode-context-parallel-size 1, or --prefill-context-parallel-size 1."
+            )
+        self.dcp_world_size = self.shards.world_size // pcp_world_size
+        # Decodes of several tokens would need masks that know which tokens a rank keeps.
+        self.reorder_batch_threshold = 1
+        self.gathered = self.chunked_prefill_workspace
+        shape = (self.chunked_prefill_workspace_size, self.gathered.shape[1])
+        self.chunked_prefill_workspace = self.gathered.new_empty(shape)
+
+    @staticmethod
+    def determine_chunked_prefill_workspace_size(vllm_config: VllmConfig) -> int:
+        """Return the rows of the workspace, a multiple of a page of each rank that shares."""
+        size = MLACommonMetadataBuilder.determine_chunked_prefill_workspace_size(vllm_config)
+        num_shards = vllm_config.parallel_config.decode_context_parallel_size
+        if num_shards == 1:
+            return size
+        block_size = vllm_config.cache_config.block_size
+        assert block_size is not None
+        return round_up(size, num_shards * block_size)
 
     def build(
         self,
@@ -160,45 +167,72 @@ class PlanPrefillMixin(_BuilderBase):
     ) -> Any:
         """Build as usual; then plan the rows that the stock builder counts as prefills."""
         common = common_attn_metadata
-        if common.max_query_len == 1:
-            # Decodes only: nothing to plan.
+        if self.shards.world_size == 1 and common.max_query_len == 1:
+            # The cache whole and rows of one token: nothing to plan.
             return super().build(common_prefix_len, common, fast_build)
+        row_len = np.diff(common.query_start_loc_cpu.numpy())
         seq_lens = common.seq_lens_cpu_upper_bound
-        if self._has_plan and seq_lens is not None:
-            # Without context the stock builder plans none.
-            query_lens = common.query_start_loc_cpu.diff()
-            common = dataclasses.replace(common, seq_lens_cpu_upper_bound=query_lens)
+        common = self._stock_view(common)
         metadata = super().build(common_prefix_len, common, fast_build)
+        if metadata.decode is not None:
+            # Which tokens a rank keeps matters to masks only, and these rows have one token each.
+            metadata.decode.dcp_tot_seq_lens = None
         if metadata.prefill is None:
             return metadata
         assert seq_lens is not None
-        row_len = np.diff(common.query_start_loc_cpu.numpy())
-        row_start = seq_lens.numpy()[: row_len.shape[0]] - row_len
-        rows = slice(metadata.num_decodes, None)
+        seq_lens_np = seq_lens.numpy()[: row_len.shape[0]]
+        num_decodes = metadata.num_decodes
         if self._has_plan:
-            metadata.prefill = self._plan(metadata.prefill, row_start[rows], row_len[rows])
+            metadata.prefill = self._plan(metadata.prefill, seq_lens_np, row_len, num_decodes)
         else:
+            row_start, rows = seq_lens_np - row_len, slice(num_decodes, None)
             metadata.prefill = tell_unordered(metadata.prefill, row_start[rows], row_len[rows])
         return metadata
 
+    def _stock_view(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+        """Return what the stock builder is to see of a step."""
+        if self.shards.world_size > 1:
+            common = shard_view(common, self.shards, num_head_shards=self.dcp_world_size)
+            step = get_step_state()
+            if step.is_partitioned:
+                common = end_decodes_at(common, step.num_decodes)
+        if self._has_plan and common.seq_lens_cpu_upper_bound is not None:
+            # Without context the stock builder plans none.
+            query_lens = common.query_start_loc_cpu.diff()
+            common = dataclasses.replace(common, seq_lens_cpu_upper_bound=query_lens)
+        return common
+
     def _plan(
-        self, prefill: MLACommonPrefillMetadata, row_start: Int32Array, row_len: Int32Array
+        self,
+        prefill: MLACommonPrefillMetadata,
+        seq_lens: Int32Array,
+        row_len: Int32Array,
+        num_decodes: int,
     ) -> PCPPrefillMetadata:
-        num_rows = row_len.shape[0]
-        row_req = get_step_state().row_req
+        """Plan the rows behind the decodes."""
+        step = get_step_state()
+        row_req, req_end = step.row_req, step.req_end
+        if row_req is None or req_end is None:
+            row_req, req_end = np.arange(row_len.shape[0], dtype=np.int32), seq_lens
+        rows = slice(num_decodes, None)
         plan = plan_prefill(
-            row_start,
-            row_len,
-            np.arange(num_rows, dtype=np.int32) if row_req is None else row_req[-num_rows:],
+            seq_lens[rows] - row_len[rows],
+            row_len[rows],
+            row_req[rows],
             page_size=self.page_size,
             max_tokens=self.chunked_prefill_workspace.shape[0],
             max_repeated_tokens=MAX_REPEATED_TOKENS,
+            shards=self.shards,
+            # What some rank attends to, each has to take part in gathering.
+            req_end=req_end if self.shards.world_size > 1 else None,
         )
         return PCPPrefillMetadata(
             **vars(prefill),
-            batches=_to_device(plan, prefill.block_table),
+            batches=plan_to_device(plan, prefill.block_table, self.shards),
             workspace=self.chunked_prefill_workspace,
             has_partial_results=plan.has_partial_results,
+            shards=self.shards,
+            gathered=self.gathered,
         )
 
 
@@ -222,42 +256,6 @@ def tell_unordered(
         np.repeat(~has_context, row_len).astype(np.int32), device=prefill.block_table.device
     )
     return UnorderedPrefillMetadata(**vars(prefill), has_no_context=has_no_context.bool())
-
-
-def _to_device(plan: PrefillPlan, block_table: torch.Tensor) -> list[DeviceBatch]:
-    """Copy a plan in one transfer.
-
-    Args:
-        plan: The plan.
-        block_table: ``[num_rows, max_num_blocks]`` int32, of the prefill rows.
-    """
-    arrays = [
-        array
-        for batch in plan.batches
-        for array in (
-            batch.row,
-            batch.start,
-            batch.cu_seqlens,
-            *(cu for call in batch.calls for cu in (call.cu_seqlens_q, call.cu_seqlens_k)),
-        )
-    ]
-    on_device = iter(copy_to_device(*arrays, device=block_table.device))
-
-    def device_batch(batch: KeyBatch) -> DeviceBatch:
-        row, start, cu_seqlens = next(on_device), next(on_device), next(on_device)
-        pieces = torch.arange(row.shape[0], dtype=torch.int32, device=row.device)
-        return DeviceBatch(
-            num_tokens=batch.num_tokens,
-            block_table=block_table.index_select(0, row),
-            cu_seqlens=cu_seqlens,
-            token_to_piece=pieces.repeat_interleave(
-                cu_seqlens.diff(), output_size=batch.num_tokens
-            ),
-            start=start,
-            calls=[DeviceCall(call, next(on_device), next(on_device)) for call in batch.calls],
-        )
-
-    return [device_batch(batch) for batch in plan.batches]
 
 
 class GatherLatentMixin(_ImplBase):
@@ -345,6 +343,8 @@ class PlannedPrefillMixin(GatherLatentMixin, _DenseImplBase):
             k_scale: Scale of a quantised cache.
             output: ``[T, num_heads * v_head_dim]``, written.
             output_scale: Of the stock path only.
+
+        Collectives: with D > 1 an all_gather on the DCP group for each batch of the plan.
         """
         prefill = attn_metadata.prefill
         if not isinstance(prefill, PCPPrefillMetadata):
@@ -364,7 +364,10 @@ class PlannedPrefillMixin(GatherLatentMixin, _DenseImplBase):
             self._attend_and_merge(prefill, q, kv_c_and_k_pe_cache, k_scale, out)
             return
         for batch in prefill.batches:
-            k, v = self._keys_and_values(batch, prefill, kv_c_and_k_pe_cache, k_scale)
+            latents = self._read(batch, prefill, kv_c_and_k_pe_cache, k_scale)
+            if not batch.calls:
+                continue
+            k, v = self._keys_and_values(latents)
             for call in batch.calls:
                 queries, keys = call.call.queries, call.call.keys
                 self._attend(prefill, call, q[queries], k[keys], v[keys], out=out[queries])
@@ -399,7 +402,10 @@ class PlannedPrefillMixin(GatherLatentMixin, _DenseImplBase):
         out.zero_()
         batch_out, merged_lse = torch.empty_like(out), torch.empty_like(lse)
         for batch in prefill.batches:
-            k, v = self._keys_and_values(batch, prefill, kv_cache, k_scale)
+            latents = self._read(batch, prefill, kv_cache, k_scale)
+            if not batch.calls:
+                continue
+            k, v = self._keys_and_values(latents)
             batch_out.zero_()
             batch_lse = torch.full_like(lse, NO_KEYS)
             for call in batch.calls:
@@ -417,27 +423,42 @@ class PlannedPrefillMixin(GatherLatentMixin, _DenseImplBase):
             )
             lse, merged_lse = merged_lse, lse
 
-    def _keys_and_values(
+    def _read(
         self,
         batch: DeviceBatch,
         prefill: PCPPrefillMetadata,
         kv_cache: torch.Tensor,
         k_scale: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K ``[n, num_heads, qk_head_dim]`` and V ``[n, num_heads, v_head_dim]``."""
+    ) -> torch.Tensor:
+        """Return ``[num_tokens, head_size]``, the latents of a batch in order, a view.
+
+        Collectives: with D > 1 one all_gather on the DCP group.
+        """
         assert prefill.workspace is not None
         latents = prefill.workspace[: batch.num_tokens]
+        own_rows, gathered = latents, None
+        if batch.gathered_rows is not None:
+            assert prefill.gathered is not None
+            gathered = prefill.gathered[: prefill.shards.world_size * batch.num_read]
+            own_rows = prefill.shards.own_rows(gathered)
         ops.gather_and_maybe_dequant_cache(
             src_cache=kv_cache,
-            dst=latents,
+            dst=own_rows,
             block_table=batch.block_table,
             cu_seq_lens=batch.cu_seqlens,
             token_to_seq=batch.token_to_piece,
-            num_tokens=batch.num_tokens,
+            num_tokens=batch.num_read,
             kv_cache_dtype=self.kv_cache_dtype,
             scale=k_scale,
             seq_starts=batch.start,
         )
+        if gathered is not None and batch.gathered_rows is not None:
+            gather_shards(gathered, own_rows)
+            torch.index_select(gathered, 0, batch.gathered_rows, out=latents)
+        return latents
+
+    def _keys_and_values(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K ``[n, num_heads, qk_head_dim]`` and V ``[n, num_heads, v_head_dim]``."""
         kv = self.kv_b_proj(latents[:, : self.kv_lora_rank])[0]
         k_nope, v = kv.view(-1, self.num_heads, self.qk_nope_head_dim + self.v_head_dim).split(
             [self.qk_nope_head_dim, self.v_head_dim], dim=-1

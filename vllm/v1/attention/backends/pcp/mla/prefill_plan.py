@@ -8,9 +8,10 @@ are read and up-projected once, from 0 to the end of its last row, and each row 
 prefix of them, its own tokens included: causally, the last query to the last key. Nothing has to be
 merged.
 
-Memory bounds how many tokens are up-projected at a time. A longer request is cut into pieces, never
-inside a row; rows then attend to the pieces before them in full and causally to the one they are
-in, and only then are partial results merged. Pieces of different requests share a batch.
+Memory bounds how many tokens are up-projected at a time. A longer request is cut into pieces, and
+so is a row in which one ends; rows then attend to the pieces before them in full and causally to
+the one they are in, and only then are partial results merged. Pieces of different requests share a
+batch.
 
 ::
 
@@ -21,6 +22,11 @@ in, and only then are partial results merged. Pieces of different requests share
 
 Where that is little, the head's keys are up-projected a second time, as if it were a request of its
 own: then one launch does for all rows, and short steps wait for launches, not for the GPU.
+
+Where ranks share the KV cache, each reads what it keeps of a piece, all gather, and each
+up-projects only what its own rows attend to. Batches and what is read for them then follow from the
+requests' lengths alone, so that all ranks gather the same, a rank without keys in a batch too.
+Which rows a rank has must not show in them, so that no head is a request of its own.
 
 The attention kernel takes runs of consecutive rows whose keys lie behind one another. Keys between
 two rows' keys, the rest of a piece behind a head, are handed to a sequence without queries.
@@ -33,9 +39,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-Int32Array = npt.NDArray[np.int32]
+from vllm.distributed.pcp.kv_shards import UNSHARED, KVShards
+from vllm.v1.worker.gpu.pcp.layout import Int32Array, exclusive_sum
+
 IntArray = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +74,13 @@ class KeyBatch:
     """Latents that are up-projected together.
 
     Attributes:
-        num_tokens: All of them.
+        num_tokens: All of them; 0 where only other ranks' rows attend.
         row: ``[num_pieces]`` int32, a row of the request of each piece, for its block table.
-        start: ``[num_pieces]`` int32, first token of each piece in its request, a multiple of the
-            page size.
+        start: ``[num_pieces]`` int32, where each piece starts in what a rank keeps of its request,
+            a multiple of the page size.
         cu_seqlens: ``[num_pieces + 1]`` int32, exclusive prefix sum of the pieces' lengths.
+        cu_kept: ``[num_pieces + 1]`` int32, the same of how much is read for each: the most that a
+            rank keeps of the whole piece, or the piece itself where ranks do not share.
         calls: What attends to them.
     """
 
@@ -79,6 +88,7 @@ class KeyBatch:
     row: Int32Array
     start: Int32Array
     cu_seqlens: Int32Array
+    cu_kept: Int32Array
     calls: tuple[AttendCall, ...]
 
 
@@ -95,6 +105,24 @@ class PrefillPlan:
     has_partial_results: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of queries: ``[R]`` each, the request by its place among the requests."""
+
+    start: IntArray
+    end: IntArray
+    req: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """Runs of tokens that are read together: ``[num_pieces]`` each."""
+
+    req: IntArray
+    start: IntArray
+    end: IntArray
+
+
 def plan_prefill(
     row_start: Int32Array,
     row_len: Int32Array,
@@ -103,130 +131,116 @@ def plan_prefill(
     page_size: int,
     max_tokens: int,
     max_repeated_tokens: int = 0,
+    shards: KVShards = UNSHARED,
+    req_end: Int32Array | None = None,
 ) -> PrefillPlan:
     """Plan the attention of prefill rows, which may stand in any order.
 
     Args:
         row_start: ``[R]`` int32, position of each row's first token in its request.
         row_len: ``[R]`` int32, tokens of each row, > 0.
-        row_req: ``[R]`` int32, anything that tells requests apart; rows of one do not overlap.
-        page_size: Pieces start at multiples of it.
-        max_tokens: Tokens of a batch, at most; see ``min_batch_tokens``.
-        max_repeated_tokens: Tokens that may be up-projected a second time, to save launches.
+        row_req: ``[R]`` int32, numbers of requests, in whose order they are read; rows of one do
+            not overlap.
+        page_size: What a rank keeps of a piece starts at a multiple of it.
+        max_tokens: Tokens of a batch, gathered padding included; at least ``page_size`` of each
+            rank.
+        max_repeated_tokens: Tokens that may be up-projected a second time, to save launches; none
+            are where ranks share.
+        shards: How ranks share the KV cache.
+        req_end: ``[num_reqs]`` int32, tokens of each request, by number, after the step. None where
+            ranks do not share; where they do, each has rows of all requests that are planned.
     """
-    first_query = np.cumsum(row_len, dtype=np.int64) - row_len
-    row_end = row_start + row_len
-    last_row, group = _requests(row_end, row_req)
-    num_keys = row_end[last_row]
-    num_repeated = int(row_end.sum()) - int(num_keys.sum())
-    if 0 < num_repeated <= max_repeated_tokens and int(row_end.sum()) <= max_tokens:
-        last_row = group = np.arange(row_end.shape[0])
-        num_keys = row_end
-    if int(num_keys.sum()) <= max_tokens:
-        # One piece a request, one batch: what nearly every step is.
-        piece_group = np.arange(last_row.shape[0])
-        piece_start = np.zeros_like(num_keys)
-        piece_end = num_keys
-        bounds = [(0, last_row.shape[0])]
-    else:
-        piece_group, piece_start, piece_end, bounds = _cut(
-            row_start, row_end, group, num_keys, page_size=page_size, max_tokens=max_tokens
-        )
+    row_end = row_start.astype(np.int64) + row_len
+    req, first_row, group = np.unique(row_req, return_index=True, return_inverse=True)
+    # Up to the end of its last row here.
+    num_needed = np.zeros(first_row.shape[0], dtype=np.int64)
+    np.maximum.at(num_needed, group, row_end)
+    num_projected = int(row_end.sum())
+    num_repeated = num_projected - int(num_needed.sum())
+    if req_end is None and 0 < num_repeated <= max_repeated_tokens and num_projected <= max_tokens:
+        first_row = group = np.arange(row_end.shape[0])
+        num_needed = row_end
+    rows = _Rows(row_start.astype(np.int64), row_end, group)
+    num_read = num_needed if req_end is None else req_end[req].astype(np.int64)
+    pieces, bounds = _cut(num_read, shards, page_size=page_size, max_tokens=max_tokens)
+    rows = _split(rows, pieces)
+    num_queries = rows.end - rows.start
+    first_query = np.cumsum(num_queries) - num_queries
     batches = []
-    attended = np.zeros(row_len.shape[0], dtype=np.int64)
+    attended = np.zeros(num_queries.shape[0], dtype=np.int64)
     for low, high in bounds:
-        start, end = piece_start[low:high], piece_end[low:high]
-        cu_seqlens = np.zeros(high - low + 1, dtype=np.int32)
-        np.cumsum(end - start, out=cu_seqlens[1:])
+        piece_req, start = pieces.req[low:high], pieces.start[low:high]
+        end = np.minimum(pieces.end[low:high], num_needed[piece_req])
+        cu_seqlens = exclusive_sum(np.maximum(end - start, 0))
         # Position in the batch of each row's piece; a batch has one piece of a request.
-        position = np.full(last_row.shape[0], -1)
-        position[piece_group[low:high]] = np.arange(high - low)
-        piece = position[group]
-        attends = (piece >= 0) & (start[piece] < row_end)
+        position = np.full(first_row.shape[0], -1)
+        position[piece_req] = np.arange(high - low)
+        piece = position[rows.req]
+        attends = (piece >= 0) & (start[piece] < rows.end)
         attended += attends
-        is_full = attends & (end[piece] <= row_start)
+        is_full = attends & (end[piece] <= rows.start)
         calls: list[AttendCall] = []
         for is_causal, members in ((False, is_full), (True, attends & ~is_full)):
-            rows = np.flatnonzero(members)
+            row = np.flatnonzero(members)
             calls += _calls(
-                rows,
-                piece[rows],
-                np.minimum(end[piece[rows]], row_end[rows]) - start[piece[rows]],
+                row,
+                piece[row],
+                np.minimum(end[piece[row]], rows.end[row]) - start[piece[row]],
                 cu_seqlens,
-                first_query[rows],
-                row_len[rows],
+                first_query[row],
+                num_queries[row],
                 is_causal=is_causal,
             )
         batches.append(
             KeyBatch(
                 num_tokens=int(cu_seqlens[-1]),
-                row=last_row[piece_group[low:high]].astype(np.int32),
-                start=start.astype(np.int32),
+                row=first_row[piece_req].astype(np.int32),
+                start=(start // shards.world_size).astype(np.int32),
                 cu_seqlens=cu_seqlens,
+                cu_kept=exclusive_sum(shards.num_kept(pieces.end[low:high] - start, rank=0)),
                 calls=tuple(calls),
             )
         )
     return PrefillPlan(tuple(batches), has_partial_results=bool((attended > 1).any()))
 
 
-def min_batch_tokens(max_row_tokens: int, page_size: int) -> int:
-    """Return the least ``max_tokens`` that a plan works with: a head and a tail that touch."""
-    return 2 * (max_row_tokens + page_size)
-
-
-def _requests(row_end: Int32Array, row_req: Int32Array) -> tuple[IntArray, IntArray]:
-    """Return the last row of each request, in the order of rows, and each row's request."""
-    order = np.lexsort((row_end, row_req))
-    is_last = np.append(np.diff(row_req[order]) != 0, True)
-    by_req = order[is_last]
-    last_row = np.sort(by_req)
-    group = np.empty(row_req.shape[0], dtype=np.int64)
-    group[order] = np.searchsorted(last_row, by_req)[np.cumsum(is_last) - is_last]
-    return last_row, group
-
-
 def _cut(
-    row_start: Int32Array,
-    row_end: Int32Array,
-    group: IntArray,
-    num_keys: Int32Array,
-    *,
-    page_size: int,
-    max_tokens: int,
-) -> tuple[IntArray, IntArray, IntArray, list[tuple[int, int]]]:
-    """Cut requests into pieces and pack these: groups, starts, ends, bounds of the batches."""
-    pieces: list[tuple[int, int, int]] = []
-    bounds: list[tuple[int, int]] = []
-    first, num_tokens = 0, 0
-    for index, total in enumerate(num_keys.tolist()):
-        start = 0
-        while start < total:
-            end = total
-            if total - start > max_tokens:
-                members = group == index
-                end = _last_cut(row_start[members], row_end[members], start + max_tokens, page_size)
-            assert start < end, f"rows longer than a batch of {max_tokens} tokens"
-            # Two pieces of a request never share a batch: a row has one place to look in.
-            if start > 0 or num_tokens + end - start > max_tokens:
-                if first < len(pieces):
-                    bounds.append((first, len(pieces)))
-                first, num_tokens = len(pieces), 0
-            pieces.append((index, start, end))
-            num_tokens += end - start
-            start = end
-    bounds.append((first, len(pieces)))
-    table = np.array(pieces, dtype=np.int64)
-    return table[:, 0], table[:, 1], table[:, 2], bounds
+    num_tokens: IntArray, shards: KVShards, *, page_size: int, max_tokens: int
+) -> tuple[_Pieces, list[tuple[int, int]]]:
+    """Cut requests into pieces and pack these into batches: the pieces, and bounds of batches."""
+    num_reqs = num_tokens.shape[0]
+    if int(shards.num_gathered(num_tokens).sum()) <= max_tokens:
+        # One piece a request, one batch: what nearly every step is.
+        return _Pieces(np.arange(num_reqs), np.zeros_like(num_tokens), num_tokens), [(0, num_reqs)]
+    step = page_size * shards.world_size
+    longest = max_tokens // step * step
+    assert longest > 0, f"a batch of {max_tokens} tokens has no room for a page of each rank"
+    req = np.repeat(np.arange(num_reqs), num_tokens // longest + 1)
+    start = (np.arange(req.shape[0]) - np.searchsorted(req, req)) * longest
+    end = np.minimum(start + longest, num_tokens[req])
+    is_piece = start < end
+    pieces = _Pieces(req[is_piece], start[is_piece], end[is_piece])
+    # Two pieces of a request never share a batch: a row has one place to look in.
+    first = [0]
+    room = max_tokens
+    sizes = shards.num_gathered(pieces.end - pieces.start)
+    for index, size in enumerate(sizes.tolist()):
+        if index > 0 and (pieces.start[index] > 0 or size > room):
+            first.append(index)
+            room = max_tokens
+        room -= size
+    return pieces, list(zip(first, [*first[1:], sizes.shape[0]], strict=True))
 
 
-def _last_cut(row_start: Int32Array, row_end: Int32Array, limit: int, page_size: int) -> int:
-    """Return the last page boundary up to ``limit`` that is inside none of a request's rows."""
-    cut = limit // page_size * page_size
-    while True:
-        inside = (row_start < cut) & (cut < row_end)
-        if not inside.any():
-            return cut
-        cut = int(row_start[inside].min()) // page_size * page_size
+def _split(rows: _Rows, pieces: _Pieces) -> _Rows:
+    """Cut rows in which a piece of their request ends."""
+    start, end, req = rows.start, rows.end, rows.req
+    for index in np.flatnonzero(pieces.start).tolist():
+        cut = pieces.start[index]
+        for row in np.flatnonzero((req == pieces.req[index]) & (start < cut) & (cut < end)):
+            start, end = np.insert(start, row + 1, cut), np.insert(end, row, cut)
+            req = np.insert(req, row, req[row])
+    return _Rows(start, end, req)
 
 
 def _calls(
@@ -235,7 +249,7 @@ def _calls(
     num_keys: IntArray,
     cu_seqlens: Int32Array,
     first_query: IntArray,
-    num_queries: Int32Array,
+    num_queries: IntArray,
     *,
     is_causal: bool,
 ) -> list[AttendCall]:

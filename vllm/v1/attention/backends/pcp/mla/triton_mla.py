@@ -18,6 +18,14 @@ class PCPTritonMLAImpl(PlannedPrefillMixin, TritonMLAImpl):
 class PCPTritonMLAMetadataBuilder(PlanPrefillMixin, TritonMLAMetadataBuilder):
     """Buffers for two rows a request; plans prefills."""
 
+    def _reserve_attn_logits_workspace(self) -> None:
+        """Reserve for as many heads as decodes attend with: of all TP ranks, where these share."""
+        num_shards = self.dcp_world_size
+        pcp_world_size = self.vllm_config.parallel_config.prefill_context_parallel_size
+        self.dcp_world_size = max(1, num_shards // pcp_world_size)
+        super()._reserve_attn_logits_workspace()
+        self.dcp_world_size = num_shards
+
 
 class PCPTritonMLABackend(TritonMLABackend):
     """The stock backend with our implementation and builder; keeps its name."""
