@@ -52,3 +52,14 @@ def interpreter() -> Iterator[Interpreter]:
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, context, initializer=trial.register) as pool:
             yield lambda function, *args, **kwargs: pool.submit(function, *args, **kwargs).result()
+
+
+@pytest.fixture
+def call(request: pytest.FixtureRequest) -> Interpreter:
+    """Call functions where Triton kernels run: here if there is a GPU, else interpreted."""
+    import torch
+
+    if torch.cuda.is_available():
+        return lambda function, *args, **kwargs: function(*args, **kwargs)
+    run: Interpreter = request.getfixturevalue("interpreter")
+    return run

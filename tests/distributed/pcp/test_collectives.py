@@ -22,6 +22,7 @@ class Nccl:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.streams: list[Any] = []
 
     def group_start(self) -> None:
         self.calls.append("group_start")
@@ -29,21 +30,22 @@ class Nccl:
     def group_end(self) -> None:
         self.calls.append("group_end")
 
-    def all_gather(self, output: torch.Tensor, own: torch.Tensor) -> None:
-        self._record("all_gather", output, own)
+    def all_gather(self, output: torch.Tensor, own: torch.Tensor, stream: Any = None) -> None:
+        self._record("all_gather", output, own, stream=stream)
         output.copy_(torch.cat([own] * PCP_WORLD_SIZE))
 
-    def reduce_scatter(self, output: torch.Tensor, rows: torch.Tensor) -> None:
-        self._record("reduce_scatter", output, rows)
+    def reduce_scatter(self, output: torch.Tensor, rows: torch.Tensor, stream: Any = None) -> None:
+        self._record("reduce_scatter", output, rows, stream=stream)
         output.copy_(rows[: len(output)] * PCP_WORLD_SIZE)
 
     def all_reduce(self, rows: torch.Tensor) -> torch.Tensor:
         self._record("all_reduce", rows)
         return rows * PCP_WORLD_SIZE
 
-    def _record(self, name: str, *tensors: torch.Tensor) -> None:
+    def _record(self, name: str, *tensors: torch.Tensor, stream: Any = None) -> None:
         assert all(tensor.is_contiguous() for tensor in tensors), name
         self.calls.append(name)
+        self.streams.append(stream)
 
 
 @pytest.fixture
@@ -74,6 +76,19 @@ def test_rows_are_scattered_by_one_call(nccl: Nccl) -> None:
     rows = strided(2 * PCP_WORLD_SIZE, 6, torch.bfloat16)
     assert torch.equal(collectives.reduce_scatter_rows(rows), PCP_WORLD_SIZE * rows[:2])
     assert nccl.calls == ["reduce_scatter"]
+
+
+def test_runs_beside_the_current_stream_once_that_has_its_inputs(nccl: Nccl) -> None:
+    forks: list[tuple[torch.Tensor, ...]] = []
+    side: Any = SimpleNamespace(stream="side", fork=lambda *inputs: forks.append(inputs))
+    rows = strided(2 * PCP_WORLD_SIZE, 6, torch.bfloat16)
+    gathered = collectives.gather_together(rows, rows[:, 1:], side=side)
+    own = collectives.reduce_scatter_rows(gathered[0], side)
+    assert nccl.streams == ["side"] * 3
+    # What is read is contiguous by then, and kept.
+    assert [len(inputs) for inputs in forks] == [2, 1]
+    assert all(tensor.is_contiguous() for inputs in forks for tensor in inputs)
+    assert own.shape == rows.shape
 
 
 def test_rows_are_summed_by_one_call(nccl: Nccl) -> None:

@@ -3,7 +3,7 @@
 
 Once a step those of hidden rows and of sampled tokens, once a layer those of the experts. Shapes
 that enter a collective come from the global batch, so that all ranks agree on them. On GPUs they
-run on the current stream and never make the host wait.
+run on the current stream, or on one beside it, and never make the host wait.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
 from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 from vllm.distributed.parallel_state import GroupCoordinator, get_pcp_group
+from vllm.distributed.pcp.side_stream import SideStream
 
 
 def pynccl_communicator(group: GroupCoordinator) -> PyNcclCommunicator | None:
@@ -50,11 +51,15 @@ def broadcast_from_first_rank(tensor: torch.Tensor) -> None:
         pynccl.broadcast(tensor, src=0)
 
 
-def gather_together(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def gather_together(
+    *tensors: torch.Tensor, side: SideStream | None = None
+) -> tuple[torch.Tensor, ...]:
     """Return ``[P * num_rows, ...]`` for each tensor, the rows of all ranks in rank order.
 
     Args:
         *tensors: ``[num_rows, ...]``, of any types and strides; the same shapes on every rank.
+        side: Where to gather, instead of on the current stream; the caller joins it before it uses
+            the result.
 
     Collectives: an all_gather for each tensor on the PCP group, on GPUs as one NCCL group: one
     launch.
@@ -69,18 +74,20 @@ def gather_together(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         for output, tensor in zip(gathered, own, strict=True):
             dist.all_gather_into_tensor(output, tensor, group=group.device_group)
         return gathered
+    stream = _fork(side, *own)
     pynccl.group_start()
     for output, tensor in zip(gathered, own, strict=True):
-        pynccl.all_gather(output, tensor)
+        pynccl.all_gather(output, tensor, stream=stream)
     pynccl.group_end()
     return gathered
 
 
-def reduce_scatter_rows(rows: torch.Tensor) -> torch.Tensor:
+def reduce_scatter_rows(rows: torch.Tensor, side: SideStream | None = None) -> torch.Tensor:
     """Return ``[num_rows, width]``: this rank's rows, summed over the ranks.
 
     Args:
         rows: ``[P * num_rows, width]``, rank by rank, the same shape on every rank.
+        side: As in ``gather_together``.
 
     Collectives: one reduce_scatter on the PCP group.
     """
@@ -91,7 +98,7 @@ def reduce_scatter_rows(rows: torch.Tensor) -> torch.Tensor:
     if pynccl is None:
         dist.reduce_scatter_tensor(own, rows, group=group.device_group)
     else:
-        pynccl.reduce_scatter(own, rows)
+        pynccl.reduce_scatter(own, rows, stream=_fork(side, rows))
     return own
 
 
@@ -112,3 +119,11 @@ def all_reduce_rows(rows: torch.Tensor) -> torch.Tensor:
         return pynccl.all_reduce(rows)
     dist.all_reduce(rows, group=group.device_group)
     return rows
+
+
+def _fork(side: SideStream | None, *inputs: torch.Tensor) -> torch.cuda.Stream | None:
+    """Return the stream to run a collective on, None for the current one."""
+    if side is None:
+        return None
+    side.fork(*inputs)
+    return side.stream

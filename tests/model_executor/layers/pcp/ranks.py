@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ from vllm.distributed import parallel_state
 from vllm.distributed.pcp.step import REPLICATED, StepState, set_step_state
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.fused_moe import FusedMoE, MoERunner, RoutedExperts
-from vllm.model_executor.layers.pcp import register_layers
+from vllm.model_executor.layers.pcp import moe_runner, register_layers
 from vllm.plugins import load_general_plugins
 
 PARTITIONED = StepState(is_partitioned=True)
@@ -83,7 +83,13 @@ def record_collectives() -> list[str]:
 
 
 class Shared(torch.nn.Module):
-    """This rank's part of a shared expert: TP ranks sum up to the whole."""
+    """This rank's part of a shared expert: TP ranks sum up to the whole.
+
+    Attributes:
+        num_rows: Of each call of any instance.
+    """
+
+    num_rows: ClassVar[list[int]] = []
 
     def __init__(self, weights: Weights, width: int) -> None:
         super().__init__()
@@ -93,6 +99,7 @@ class Shared(torch.nn.Module):
         self.w2 = weights["shared_w2"][0][:, part]
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.num_rows.append(len(rows))
         return (torch.nn.functional.silu(rows @ self.w1.T) * (rows @ self.w3.T)) @ self.w2.T
 
 
@@ -157,13 +164,18 @@ def run_layer(layer: Layer, config: VllmConfig, collectives: list[str]) -> dict[
         set_step_state(state)
         logits = strided(logits_of(weights, rows))
         collectives.clear()
+        Shared.num_rows.clear()
         with set_forward_context(None, config, num_tokens=len(rows)), torch.inference_mode():
             results[name] = forward(strided(rows) if state.is_partitioned else rows, logits)
         results[f"{name} collectives"] = list(collectives)
+        results[f"{name} shared rows"] = list(Shared.num_rows)
         set_step_state(REPLICATED)
 
     run("replicated", REPLICATED, shared_rows.clone())
     run("partitioned", PARTITIONED, own_rows)
+    moe_runner.MIN_OVERLAPPED_ROWS = NUM_ROWS
+    run("overlapped", PARTITIONED, own_rows)
+    moe_runner.MIN_OVERLAPPED_ROWS = NUM_ROWS + 1
     if layer.name == "shared":
         # One compilation, for the shapes of both kinds of step are the same here.
         compiled = torch.compile(runner, backend="eager", fullgraph=True)

@@ -72,6 +72,22 @@ def test_partitioned_step_gives_each_rank_its_own_rows(
         own = whole[pcp_rank * NUM_ROWS : (pcp_rank + 1) * NUM_ROWS]
         for rank in tp_ranks:
             require_close(rank[layer.name, is_ep]["partitioned"], own, layer)
+            require_close(rank[layer.name, is_ep]["overlapped"], own, layer)
+
+
+@each_layer
+def test_shared_experts_are_cut_in_two_for_collectives_to_run_beside(
+    ranks: list[list[Rank]], layer: Layer, is_ep: bool
+) -> None:
+    first = NUM_ROWS // 2
+    halves = [first, NUM_ROWS - first] if layer.shared_width else []
+    for tp_ranks in ranks:
+        for rank in tp_ranks:
+            results = rank[layer.name, is_ep]
+            assert results["overlapped shared rows"] == halves
+            assert len(results["partitioned shared rows"]) == len(halves) // 2
+            collectives = results["overlapped collectives"]
+            assert collectives == results["partitioned collectives"]
 
 
 @each_layer

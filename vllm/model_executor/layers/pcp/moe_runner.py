@@ -5,7 +5,12 @@ In a partitioned step each rank has rows of its own: those of all ranks are gath
 computes what its experts add to all of them, and the sums go back to the rows' owners. In any other
 step all ranks have the same rows, so nothing is gathered: one all-reduce adds up the shares.
 
-Shared experts, and the reduction over TP that follows, stay where the stock runner has them.
+Shared experts, and the reduction over TP that follows, stay where the stock runner has them, but
+for long partitioned steps. There both collectives run beside shared experts, which need nothing
+from other ranks::
+
+    current stream   | shared, first half of rows | routed experts | shared, second half |
+    side stream      | gather                     |                | reduce-scatter      |
 """
 
 from __future__ import annotations
@@ -23,13 +28,18 @@ from vllm.distributed.pcp.collectives import (
     gather_together,
     reduce_scatter_rows,
 )
+from vllm.distributed.pcp.side_stream import side_stream
 from vllm.distributed.pcp.step import get_step_state
 from vllm.model_executor.layers.fused_moe import MoERunner, RoutedExperts
 from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import FusedTopKBiasRouter
 from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroExpertRouter
+from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
 from vllm.model_executor.layers.quantization.bitsandbytes import BitsAndBytesMoEMethod
 from vllm.model_executor.layers.quantization.moe_wna16 import MoeWNA16Method
 from vllm.v1.worker.gpu.pcp.layout import max_local_tokens
+
+# Half of so many rows still fill a GPU.
+MIN_OVERLAPPED_ROWS = 2048
 
 
 class PCPMoERunner(MoERunner):
@@ -53,6 +63,9 @@ class PCPMoERunner(MoERunner):
                     f"{type(self.routed_experts).__name__}, {type(self._quant_method).__name__}). "
                     "Do without, or set --prefill-context-parallel-size 1."
                 )
+        self._side = side_stream(get_pcp_group().device)
+        # Where collectives run beside shared experts, the rows of the second half.
+        self._later_rows: torch.Tensor | None = None
         scheduler = get_current_vllm_config().scheduler_config
         # Kernels size their memory by it. P ranks may have more rows than a batch has tokens:
         # some tokens are computed on all of them, and those with fewer rows are padded.
@@ -85,6 +98,15 @@ class PCPMoERunner(MoERunner):
             return torch.ops.vllm.moe_forward
         return torch.ops.vllm.moe_forward_shared
 
+    def _overlaps(self, rows: torch.Tensor) -> bool:
+        """Say whether collectives of a step with so many rows run beside shared experts."""
+        shared = self.shared_experts
+        if shared is None or rows.shape[0] < MIN_OVERLAPPED_ROWS:
+            return False
+        half = rows[: rows.shape[0] // 2]
+        order = shared._determine_shared_experts_order(half)
+        return get_step_state().is_partitioned and order is SharedExpertsOrder.NO_OVERLAP
+
     def _maybe_dispatch(
         self, hidden_states: torch.Tensor, router_logits: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,11 +116,31 @@ class PCPMoERunner(MoERunner):
             hidden_states: ``[num_rows, hidden_dim]``, of any strides.
             router_logits: ``[num_rows, num_experts]``, of any type and strides.
 
-        Collectives: in a partitioned step, those of ``gather_together``.
+        Collectives: in a partitioned step, those of ``gather_together``; it may be that shared
+        experts have to be applied before the result is there.
         """
         if get_step_state().is_partitioned:
-            hidden_states, router_logits = gather_together(hidden_states, router_logits)
+            side = self._side if self._overlaps(hidden_states) else None
+            hidden_states, router_logits = gather_together(hidden_states, router_logits, side=side)
         return hidden_states, router_logits
+
+    def _maybe_apply_shared_experts(
+        self, shared_experts_input: torch.Tensor | None, order: SharedExpertsOrder
+    ) -> None:
+        """Apply shared experts, to the first half of the rows if collectives run beside them.
+
+        Args:
+            shared_experts_input: ``[num_rows, hidden_dim]`` of this rank's rows, or None.
+            order: The place where the stock runner calls this; they are applied at one of them.
+        """
+        rows = shared_experts_input
+        if order is not SharedExpertsOrder.NO_OVERLAP or rows is None or not self._overlaps(rows):
+            super()._maybe_apply_shared_experts(rows, order)
+            return
+        num_rows = rows.shape[0] // 2
+        self._later_rows = rows[num_rows:]
+        super()._maybe_apply_shared_experts(rows[:num_rows], order)
+        self._side.join()
 
     def _maybe_combine(
         self, shared_output: torch.Tensor | None, hidden_states: torch.Tensor
@@ -106,12 +148,22 @@ class PCPMoERunner(MoERunner):
         """Return this rank's rows of the routed output, behind that of shared experts if any.
 
         Args:
-            shared_output: ``[num_rows, hidden_dim]`` of this rank's rows, or None.
+            shared_output: ``[num_rows, hidden_dim]`` of this rank's rows, or of their first half,
+                or None.
             hidden_states: What this rank's experts add to each of the dispatched rows.
 
         Collectives: one reduce_scatter in a partitioned step, else one all_reduce.
         """
         assert not self._fused_output_is_reduced
+        if self._later_rows is not None:
+            rows, self._later_rows = self._later_rows, None
+            assert self.shared_experts is not None
+            assert shared_output is not None
+            routed = reduce_scatter_rows(hidden_states, self._side)
+            super()._maybe_apply_shared_experts(rows, SharedExpertsOrder.NO_OVERLAP)
+            shared_output = torch.cat((shared_output, self.shared_experts.output))
+            self._side.join()
+            return shared_output, routed
         combine = reduce_scatter_rows if get_step_state().is_partitioned else all_reduce_rows
         routed = combine(hidden_states)
         return routed if shared_output is None else (shared_output, routed)

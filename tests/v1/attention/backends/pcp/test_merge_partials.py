@@ -12,23 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conftest import Interpreter
-
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 # Results of the same token that the parts are from; the last two are a rank's padding.
 NUM_TOKENS, NUM_PARTIAL_TOKENS, NUM_HEADS = 5, 7, 3
 
 pytestmark: list[pytest.MarkDecorator] = [pytest.mark.gpu] if HAS_GPU else []
-
-
-@pytest.fixture
-def call(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """Return what calls a function where the kernel is."""
-    if HAS_GPU:
-        return lambda function, *args: function(*args)
-    run: Interpreter = request.getfixturevalue("interpreter")
-    return run
 
 
 def merged_and_expected(

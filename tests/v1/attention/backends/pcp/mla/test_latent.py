@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import Interpreter
-
 if TYPE_CHECKING:
     from vllm.distributed.pcp.kv_shards import KVShards
 
@@ -28,15 +26,6 @@ BLOCK_SIZE, NUM_BLOCKS = 16, 64
 SCALE = (NOPE + ROPE) ** -0.5
 
 pytestmark: list[pytest.MarkDecorator] = [pytest.mark.gpu] if HAS_GPU else []
-
-
-@pytest.fixture
-def call(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """Return what calls a function where the kernels are."""
-    if HAS_GPU:
-        return lambda function, *args: function(*args)
-    run: Interpreter = request.getfixturevalue("interpreter")
-    return run
 
 
 def random(*shape: int, seed: int) -> torch.Tensor:
