@@ -58,6 +58,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     "data or sequence parallelism of experts": {"dp_size": 2},
 }
 
+# Layers that are also run with kernels of GPUs' kind.
+CHOOSING_LAYERS = ("plain", "bf16")
+
 
 def record_collectives() -> list[str]:
     """Return a list that this rank's collectives over PCP are appended to: name, shapes, types."""
@@ -114,6 +117,50 @@ class Gate(torch.nn.Module):
         return logits_of(self.weights, rows), None
 
 
+class Chooser:
+    """A router for layers without groups and bias.
+
+    Attributes:
+        num_rows: Of each call.
+    """
+
+    def __init__(self, layer: Layer) -> None:
+        self.top_k = layer.top_k
+        self.num_rows: list[int] = []
+
+    def select_experts(
+        self, hidden_states: torch.Tensor, router_logits: torch.Tensor, **_: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.num_rows.append(len(hidden_states))
+        weights, ids = router_logits.softmax(dim=-1).topk(self.top_k)
+        return weights / weights.sum(dim=-1, keepdim=True), ids.to(torch.int32)
+
+
+class ChosenExperts(torch.nn.Module):
+    """Kernels that are told which experts to run, as those of GPUs are: every so manieth here."""
+
+    is_monolithic = has_unpadded_output = False
+    skip_forward_padding = True
+    topk_indices_dtype = moe_kernel = None
+    moe_quant_config = "none"
+
+    def __init__(self, weights: Weights) -> None:
+        super().__init__()
+        self.weights = weights
+        self.own = range(dist.get_rank(), NUM_EXPERTS, dist.get_world_size())
+
+    def apply(  # type: ignore[override]
+        self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, **_: Any
+    ) -> torch.Tensor:
+        output = torch.zeros_like(x)
+        for expert in self.own:
+            w1, w2, w3 = (self.weights[name][expert] for name in ("w1", "w2", "w3"))
+            share = (topk_weights * (topk_ids == expert)).sum(dim=-1, keepdim=True)
+            gated = torch.nn.functional.silu(x @ w1.T) * (x @ w3.T)
+            output += (share * (gated @ w2.T)).to(x.dtype)
+        return output
+
+
 def make_runner(layer: Layer, weights: Weights) -> MoERunner:
     """Build a layer as models do, and load its weights as checkpoints are loaded."""
     runner = FusedMoE(
@@ -152,7 +199,7 @@ def run_layer(layer: Layer, config: VllmConfig, collectives: list[str]) -> dict[
     """Return what this rank gets in steps of both kinds, and the collectives of each step."""
     group = parallel_state.get_pcp_group()
     weights = make_weights(layer)
-    runner = make_runner(layer, weights)
+    runner: Any = make_runner(layer, weights)
     shared_rows = make_rows(layer, NUM_ROWS)
     first = group.rank_in_group * NUM_ROWS
     own_rows = make_rows(layer, group.world_size * NUM_ROWS)[first : first + NUM_ROWS]
@@ -176,6 +223,17 @@ def run_layer(layer: Layer, config: VllmConfig, collectives: list[str]) -> dict[
     moe_runner.MIN_OVERLAPPED_ROWS = NUM_ROWS
     run("overlapped", PARTITIONED, own_rows)
     moe_runner.MIN_OVERLAPPED_ROWS = NUM_ROWS + 1
+    if layer.name in CHOOSING_LAYERS:
+        runner.router = router = Chooser(layer)
+        runner.routed_experts.quant_method = ChosenExperts(weights)
+        for kind, state, rows in (
+            ("replicated", REPLICATED, shared_rows.clone()),
+            ("partitioned", PARTITIONED, own_rows.clone()),
+        ):
+            run(f"chosen {kind}", state, rows)
+        results["rows chosen for"] = router.num_rows
+        assert runner.router is router
+        return results
     if layer.name == "shared":
         # One compilation, for the shapes of both kinds of step are the same here.
         compiled = torch.compile(runner, backend="eager", fullgraph=True)

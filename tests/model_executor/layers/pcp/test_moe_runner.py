@@ -23,6 +23,7 @@ from tests.model_executor.layers.pcp.oracle import (
     expected,
     make_rows,
 )
+from tests.model_executor.layers.pcp.ranks import CHOOSING_LAYERS
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.pcp import register_layers
 
@@ -117,6 +118,41 @@ def test_collectives_are_the_documented_ones_on_every_rank(
         for rank in tp_ranks:
             for kind, collectives in wanted.items():
                 assert rank[layer.name, is_ep][f"{kind} collectives"] == collectives
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [layer for layer in LAYERS if layer.name in CHOOSING_LAYERS],
+    ids=lambda layer: layer.name,
+)
+def test_ranks_choose_for_their_own_rows_where_kernels_are_told_the_experts(
+    ranks: list[list[Rank]], layer: Layer, is_ep: bool
+) -> None:
+    size = len(ranks)
+    whole = expected(layer, make_rows(layer, size * NUM_ROWS))
+    same = expected(layer, make_rows(layer, NUM_ROWS))
+    for pcp_rank, tp_ranks in enumerate(ranks):
+        for rank in tp_ranks:
+            results = rank[layer.name, is_ep]
+            own = whole[pcp_rank * NUM_ROWS : (pcp_rank + 1) * NUM_ROWS]
+            require_close(results["chosen partitioned"], own, layer)
+            require_close(results["chosen replicated"], same, layer)
+            assert results["rows chosen for"] == [NUM_ROWS, NUM_ROWS]
+            shapes = [
+                ((size * NUM_ROWS, width), (NUM_ROWS, width), dtype)
+                for width, dtype in (
+                    (HIDDEN_SIZE, layer.dtype),
+                    (layer.top_k, torch.float32),
+                    (layer.top_k, torch.int32),
+                )
+            ]
+            rows = [
+                collective("all_gather_into_tensor", dtype, gathered, own_rows)
+                for gathered, own_rows, dtype in shapes
+            ]
+            gathered, own_rows, dtype = shapes[0]
+            rows.append(collective("reduce_scatter_tensor", dtype, own_rows, gathered))
+            assert results["chosen partitioned collectives"] == rows
 
 
 def test_the_kind_of_a_step_is_not_compiled_in(ranks: list[list[Rank]], is_ep: bool) -> None:

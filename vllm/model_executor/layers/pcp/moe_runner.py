@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts that P x TP ranks share, by whole experts or by a part of the width of each.
 
-In a partitioned step each rank has rows of its own: those of all ranks are gathered, each rank
-computes what its experts add to all of them, and the sums go back to the rows' owners. In any other
-step all ranks have the same rows, so nothing is gathered: one all-reduce adds up the shares.
+In a partitioned step each rank has rows of its own, and chooses their experts. The rows of all
+ranks are gathered, each rank computes what its experts add to them, and the sums go back to the
+rows' owners. In any other step all ranks have the same rows, so nothing is gathered: one all-reduce
+adds up the shares.
 
 Shared experts, and the reduction over TP that follows, stay where the stock runner has them, but
 for long partitioned steps. There both collectives run beside shared experts, which need nothing
@@ -16,7 +17,7 @@ from other ranks::
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -42,6 +43,23 @@ from vllm.v1.worker.gpu.pcp.layout import max_local_tokens
 MIN_OVERLAPPED_ROWS = 2048
 
 
+class ChosenExperts:
+    """Stands in for a router where its choice has been made.
+
+    Attributes:
+        weights: ``[num_rows, top_k]``.
+        ids: ``[num_rows, top_k]``.
+    """
+
+    def __init__(self, weights: torch.Tensor, ids: torch.Tensor) -> None:
+        self.weights = weights
+        self.ids = ids
+
+    def select_experts(self, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return weights and ids, whatever the rows."""
+        return self.weights, self.ids
+
+
 class PCPMoERunner(MoERunner):
     """Over the stock runner: what goes to the experts, and how their output is combined.
 
@@ -64,6 +82,7 @@ class PCPMoERunner(MoERunner):
                     "Do without, or set --prefill-context-parallel-size 1."
                 )
         self._side = side_stream(get_pcp_group().device)
+        self._chosen: ChosenExperts | None = None
         # Where collectives run beside shared experts, the rows of the second half.
         self._later_rows: torch.Tensor | None = None
         scheduler = get_current_vllm_config().scheduler_config
@@ -110,7 +129,7 @@ class PCPMoERunner(MoERunner):
     def _maybe_dispatch(
         self, hidden_states: torch.Tensor, router_logits: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows that the experts get, and their logits.
+        """Return the rows that the experts get, and logits.
 
         Args:
             hidden_states: ``[num_rows, hidden_dim]``, of any strides.
@@ -119,10 +138,34 @@ class PCPMoERunner(MoERunner):
         Collectives: in a partitioned step, those of ``gather_together``; it may be that shared
         experts have to be applied before the result is there.
         """
-        if get_step_state().is_partitioned:
-            side = self._side if self._overlaps(hidden_states) else None
+        if not get_step_state().is_partitioned:
+            return hidden_states, router_logits
+        side = self._side if self._overlaps(hidden_states) else None
+        if self.routed_experts.quant_method.is_monolithic:
+            # Its kernels choose.
             hidden_states, router_logits = gather_together(hidden_states, router_logits, side=side)
+            return hidden_states, router_logits
+        weights, ids = self.router.select_experts(
+            hidden_states=hidden_states,
+            router_logits=router_logits,
+            topk_indices_dtype=self._quant_method.topk_indices_dtype,
+        )
+        hidden_states, *chosen = gather_together(hidden_states, weights, ids, side=side)
+        self._chosen = ChosenExperts(*chosen)
         return hidden_states, router_logits
+
+    def _apply_quant_method(
+        self, hidden_states: torch.Tensor, router_logits: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Run experts on the dispatched rows, with those chosen at dispatch."""
+        if self._chosen is None:
+            return super()._apply_quant_method(hidden_states, router_logits, *args, **kwargs)
+        router: Any = self.router
+        self.router, self._chosen = cast(Any, self._chosen), None
+        try:
+            return super()._apply_quant_method(hidden_states, router_logits, *args, **kwargs)
+        finally:
+            self.router = router
 
     def _maybe_apply_shared_experts(
         self, shared_experts_input: torch.Tensor | None, order: SharedExpertsOrder

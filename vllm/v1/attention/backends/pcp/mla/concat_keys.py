@@ -12,13 +12,13 @@ from vllm.triton_utils import tl, triton
 
 @triton.jit(do_not_specialize=["num_heads"])
 def _concat_keys_kernel(
-    keys_ptr: Any,  # [n, num_heads, NOPE + ROPE], contiguous
-    nope_ptr: Any,  # [n, num_heads, NOPE]
-    rope_ptr: Any,  # [n, ROPE]
-    nope_stride_token: Any,
-    nope_stride_head: Any,
-    rope_stride_token: Any,
-    num_heads: Any,
+    keys_ptr: tl.tensor,  # [n, num_heads, NOPE + ROPE], contiguous
+    nope_ptr: tl.tensor,  # [n, num_heads, NOPE]
+    rope_ptr: tl.tensor,  # [n, ROPE]
+    nope_stride_token: tl.tensor,
+    nope_stride_head: tl.tensor,
+    rope_stride_token: tl.tensor,
+    num_heads: tl.tensor,
     NOPE: tl.constexpr,
     ROPE: tl.constexpr,
     NOPE_BLOCK: tl.constexpr,
