@@ -27,6 +27,8 @@ SCRIPT = Path(__file__).with_name("equality.py")
         ("mla", "FLASH_ATTN_MLA"),
         ("mla", "FLASHMLA"),
         ("mla", "TRITON_MLA"),
+        ("sparse", "FLASH_ATTN_MLA_SPARSE"),
+        ("sparse", "FLASHMLA_SPARSE"),
         ("moe", "FLASH_ATTN"),
         ("glm4_moe", "FLASH_ATTN"),
         ("gpt_oss", "FLASH_ATTN"),

@@ -305,10 +305,11 @@ class GatherLatentMixin(_ImplBase):
             k_scale,
         )
         # Under "auto" it moves elements as they are, wherever a row is cut in two; bytes in pairs.
+        # Both parts of a row start at a multiple of 16 bytes, as a latent and a rotary key do.
         is_quantized = is_quantized_kv_cache(kv_cache_dtype)
         dtype = torch.bfloat16 if is_quantized else kv_cache.dtype
         rows, kv_cache = gather.finish().view(dtype), kv_cache.view(dtype)
-        split = rows.shape[1] // 2
+        split = rows.shape[1] // 16 * 8
         ops.concat_and_cache_mla(
             rows[:, :split],
             rows[:, split:],
