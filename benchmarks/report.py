@@ -17,6 +17,8 @@ from ttft_cpu import LAYOUTS, times
 from ttft_gpus_report import ONE
 
 RESULTS = Path(__file__).parent / "results"
+# What the equality script calls the ways to share a KV cache.
+SHARED_CACHES = {"shared": " with D = P", "shared_tp2": " with TP = 2 and D = TP x P"}
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
@@ -101,7 +103,7 @@ def equality(result: dict[str, Any]) -> list[str]:
                 ", ".join(
                     graphs
                     + (" with EP" if experts == "parallel" else "")
-                    + (" with D = P" if cache == "shared" else "")
+                    + SHARED_CACHES.get(cache, "")
                     for graphs, experts, cache in dict.fromkeys(ways)
                 ),
                 f"{num_ok} of {len(split)}",

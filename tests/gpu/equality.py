@@ -64,13 +64,16 @@ CHOICE_STRIDE = 61
 # Of the tokens that a query of the first layer chooses, how many are the same with P = 1.
 MIN_SAME_CHOICE = 0.95
 NUM_OUTPUT_TOKENS = 12
+# Seconds between engines that start: they find in caches what those before have compiled.
+START_INTERVAL = 1.5
 # fp32 against itself is good to about this much.
 TINY = 1e-3
 FORK = multiprocessing.get_context("fork")
 # Who holds a part of the experts' weights: a slice of each expert, or some whole experts.
 EXPERTS = ("sliced", "parallel")
-# Whether each rank has all of the KV cache, or all of them share one: D = P.
-CACHES = ("whole", "shared")
+# Whether each rank has all of the KV cache, or all of them share one, D = P; or two TP ranks of each
+# PCP rank do, D = TP x P.
+CACHES = ("whole", "shared", "shared_tp2")
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,11 @@ class Case:
         """Unique and fit for a file."""
         names = (self.model, self.backend, self.kv_dtype, self.graphs, self.experts, self.cache)
         return "-".join((*names, f"P{self.size}"))
+
+    @property
+    def num_shards(self) -> int:
+        """How many ranks share a KV cache, D."""
+        return {"whole": 1, "shared": self.size, "shared_tp2": 2 * self.size}[self.cache]
 
     @property
     def plain(self) -> Case:
@@ -130,6 +138,9 @@ GRIDS: dict[str, tuple[Grid, ...]] = {
             ("auto", "fp8"),
             ("eager", "NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL"),
         ),
+        Grid(("FLASH_ATTN",), caches=("shared",)),
+        Grid(("FLASH_ATTN",), ("fp8",), sizes=(2,), caches=("shared",)),
+        Grid(("FLASH_ATTN",), sizes=(2,), caches=("shared_tp2",)),
     ),
     "mla": (
         Grid(("FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA")),
@@ -182,7 +193,8 @@ def run_engine(case: Case, folder: Path) -> None:
         options |= {
             "prefill_context_parallel_size": case.size,
             "enable_expert_parallel": case.experts == "parallel",
-            "decode_context_parallel_size": case.size if case.cache == "shared" else 1,
+            "tensor_parallel_size": 2 if case.cache == "shared_tp2" else 1,
+            "decode_context_parallel_size": case.num_shards,
             "worker_cls": "vllm.v1.worker.pcp.gpu_worker.OneGpuPCPWorker",
             "distributed_executor_backend": "mp",
             "disable_custom_all_reduce": True,
@@ -336,14 +348,15 @@ def run_all(cases: list[Case], folder: Path, jobs: int, gpus: int, deadline: flo
     places = [job % gpus for job in reversed(range(jobs))]
     running: dict[Any, tuple[Case, Any, int, float]] = {}
     while waiting or running:
-        while waiting and places and time.monotonic() < deadline:
+        now = time.monotonic()
+        if waiting and places and now < deadline:
             case, gpu = waiting.pop(0), places.pop()
             process = FORK.Process(target=child, args=(case, folder, gpu), daemon=False)
             process.start()
-            running[process.sentinel] = (case, process, gpu, time.monotonic())
-        if not running:
+            running[process.sentinel] = (case, process, gpu, now)
+        elif not running:
             break
-        for sentinel in multiprocessing.connection.wait(list(running), timeout=5):
+        for sentinel in multiprocessing.connection.wait(list(running), timeout=START_INTERVAL):
             case, process, gpu, start = running.pop(sentinel)
             process.join()
             places.append(gpu)
@@ -351,7 +364,7 @@ def run_all(cases: list[Case], folder: Path, jobs: int, gpus: int, deadline: flo
                 f"{case.name}: exit {process.exitcode}, {time.monotonic() - start:.0f} s",
                 flush=True,
             )
-        if time.monotonic() > deadline + 120:
+        if now > deadline + 120:
             for case, process, _, _ in running.values():
                 print(f"{case.name}: out of time", flush=True)
                 process.kill()

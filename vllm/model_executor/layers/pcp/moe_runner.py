@@ -40,7 +40,7 @@ from vllm.model_executor.layers.quantization.moe_wna16 import MoeWNA16Method
 from vllm.v1.worker.gpu.pcp.layout import max_local_tokens
 
 # Half of so many rows still fill a GPU.
-MIN_OVERLAPPED_ROWS = 2048
+MIN_OVERLAPPED_ROWS = 1024
 
 
 class ChosenExperts:
