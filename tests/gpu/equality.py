@@ -71,8 +71,8 @@ TINY = 1e-3
 FORK = multiprocessing.get_context("fork")
 # Who holds a part of the experts' weights: a slice of each expert, or some whole experts.
 EXPERTS = ("sliced", "parallel")
-# Whether each rank has all of the KV cache, or all of them share one, D = P; or two TP ranks of each
-# PCP rank do, D = TP x P.
+# Whether each rank has all of the KV cache, or all of them share one: D = P, or D = TP x P with two
+# TP ranks each.
 CACHES = ("whole", "shared", "shared_tp2")
 
 
