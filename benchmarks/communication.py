@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks into GPU workers: how long a KV gather takes, how much of a step is communication.
+"""Looks into GPU workers: how long a KV gather takes, how much of a step is communication, and what
+lies before and behind the forward pass.
 
 ``worker_extension_cls="communication.CommunicationProbe"`` adds the methods to any worker class,
 beside those of ``dummy_weights.ExpertProbe``.
@@ -8,6 +9,7 @@ beside those of ``dummy_weights.ExpertProbe``.
 from __future__ import annotations
 
 import itertools
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -69,3 +71,37 @@ class CommunicationProbe(ExpertProbe):
             if any(part in event.key.lower() for part in COMMUNICATION):
                 communication += seconds
         return {"kernels": kernels, "communication": communication}
+
+    def watch_step(self) -> None:
+        """Take the time of the next step."""
+        runner: Any = self.model_runner
+        execute_model, sample_tokens = runner.execute_model, runner.sample_tokens
+        model = self.get_model()
+        self._times: dict[str, float] = {}
+        events = self._events = [cuda_event(), cuda_event()]
+
+        def begin(*args: Any, **kwargs: Any) -> Any:
+            self._times.setdefault("step", perf_counter())
+            return execute_model(*args, **kwargs)
+
+        def forward(*_: Any) -> None:
+            hook.remove()
+            self._times["forward"] = perf_counter()
+            events[0].record()
+
+        def sample(*args: Any, **kwargs: Any) -> Any:
+            runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
+            output = sample_tokens(*args, **kwargs)
+            events[1].record()
+            return output
+
+        hook = model.register_forward_pre_hook(forward)
+        runner.execute_model, runner.sample_tokens = begin, sample
+
+    def times_of_step(self) -> dict[str, float]:
+        """Return when the step and its forward pass began, as ``perf_counter`` tells all processes
+        of a host, and the seconds ``on_gpu`` from the forward pass to what was sampled.
+        """
+        torch.cuda.synchronize()
+        begin, end = self._events
+        return {**self._times, "on_gpu": begin.elapsed_time(end) / 1e3}

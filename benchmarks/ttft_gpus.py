@@ -9,7 +9,8 @@ token, 256 out, 1, 16 or 64 at a time; TPOT without the first token. The eager e
 KV gather of a layer alone, and the kernels of one prefill, to see how much of it is communication,
 and how evenly tokens go to the experts. ``equality`` compares the greedy tokens of PCP with those
 of one GPU on a small checkpoint of the shape's kind; with dense MLA, what ran together is no
-yardstick (one GPU may be wrong there).
+yardstick (one GPU may be wrong there). ``parts`` tells what a time to first token is made of: on the way to
+the workers, before the forward pass, on the GPU, and on the way back.
 
 "EP" gives whole experts to a rank; PCP and TP without it give each rank a slice of every expert.
 
@@ -26,6 +27,7 @@ import argparse
 import functools
 from collections.abc import Iterator, Sequence
 from statistics import median
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from checkpoints import KINDS, VOCAB_SIZE, checkpoint_folder
@@ -151,6 +153,27 @@ def measure_trace(llm: LLM, args: argparse.Namespace, num_tokens: int) -> Row:
     }
 
 
+def measure_parts(llm: LLM, args: argparse.Namespace, num_tokens: int) -> Row:
+    """Cut the time to first token into parts, as rank 0 sees them."""
+    (prompt,) = random_prompts([num_tokens], args.vocab_size)
+    parts: dict[str, list[float]] = {"to_workers": [], "prepare": [], "on_gpu": [], "back": []}
+    totals = []
+    for _ in range(NUM_WARMUPS + args.repeats):
+        llm.collective_rpc("watch_step")
+        start = perf_counter()
+        totals.append(time_to_first_token(llm, prompt))
+        times = llm.collective_rpc("times_of_step")[0]
+        parts["to_workers"].append(times["step"] - start)
+        parts["prepare"].append(times["forward"] - times["step"])
+        parts["on_gpu"].append(times["on_gpu"])
+        parts["back"].append(start + totals[-1] - times["forward"] - times["on_gpu"])
+    return {
+        "num_tokens": num_tokens,
+        "seconds": totals[NUM_WARMUPS:],
+        "parts": {name: median(seconds[NUM_WARMUPS:]) for name, seconds in parts.items()},
+    }
+
+
 def measure_experts(llm: LLM, args: argparse.Namespace, num_tokens: int) -> Row:
     """See how evenly the tokens of one prefill go to the experts."""
     (prompt,) = random_prompts([num_tokens], args.vocab_size)
@@ -161,6 +184,7 @@ def measure_experts(llm: LLM, args: argparse.Namespace, num_tokens: int) -> Row:
 
 MEASURES = {
     "ttft": measure_ttft,
+    "parts": measure_parts,
     "decode": measure_decode,
     "gather": measure_gather,
     "trace": measure_trace,
@@ -210,6 +234,8 @@ def tasks_of(args: argparse.Namespace, step: str) -> list[str]:
         return ["tokens"]
     ranks = layouts(shape, args.gpus)[layout]
     numbers: dict[str, Sequence[int]] = {"ttft": args.lengths, "decode": args.concurrencies}
+    if not is_cpu_build():
+        numbers["parts"] = [n for n in args.lengths if n <= args.batched_tokens]
     if mode == "eager" and not is_cpu_build():
         if ranks:
             numbers["trace"] = args.lengths

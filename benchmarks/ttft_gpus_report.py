@@ -85,6 +85,7 @@ def compare_tokens(row: Row, reference: Row) -> tuple[int, float]:
 def print_report(num_gpus: int, rows: Sequence[Row]) -> None:
     """Print all tables."""
     print_ttft(num_gpus, rows)
+    print_parts(rows)
     print_decode(rows)
     print_gather(num_gpus, rows)
     print_trace(rows)
@@ -124,6 +125,19 @@ def print_ttft(num_gpus: int, rows: Sequence[Row]) -> None:
         "of ideal",
     ]
     print_section("Time to first token, ms", headers, table)
+
+
+def print_parts(rows: Sequence[Row]) -> None:
+    """Print what times to first token are made of."""
+    table = []
+    for row in rows:
+        if row["kind"] == "parts":
+            names = [row[key] for key in ("shape", "mode", "num_tokens", "layout")]
+            times = [median(row["seconds"]), *row["parts"].values()]
+            table.append([*names, *(1e3 * seconds for seconds in times)])
+    table.sort(key=lambda line: line[:3])
+    headers = ["shape", "mode", "tokens", "layout", "TTFT", "to workers", "prepare", "GPU", "back"]
+    print_section("Parts of the time to first token, medians, ms", headers, table)
 
 
 def print_decode(rows: Sequence[Row]) -> None:
