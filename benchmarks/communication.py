@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks into GPU workers: how long a KV gather takes, how much of a step is communication, and what
-lies before and behind the forward pass.
+"""Looks into GPU workers: the time of a KV gather, of all communication of a step, of its parts.
 
 ``worker_extension_cls="communication.CommunicationProbe"`` adds the methods to any worker class,
 beside those of ``dummy_weights.ExpertProbe``.
@@ -99,8 +98,11 @@ class CommunicationProbe(ExpertProbe):
         runner.execute_model, runner.sample_tokens = begin, sample
 
     def times_of_step(self) -> dict[str, float]:
-        """Return when the step and its forward pass began, as ``perf_counter`` tells all processes
-        of a host, and the seconds ``on_gpu`` from the forward pass to what was sampled.
+        """Return the times of the step that was watched.
+
+        Returns:
+            When the ``step`` and its ``forward`` pass began, by ``perf_counter``, which all
+            processes of a host share, and the seconds ``on_gpu`` from there to what was sampled.
         """
         torch.cuda.synchronize()
         begin, end = self._events

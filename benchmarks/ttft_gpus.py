@@ -9,8 +9,8 @@ token, 256 out, 1, 16 or 64 at a time; TPOT without the first token. The eager e
 KV gather of a layer alone, and the kernels of one prefill, to see how much of it is communication,
 and how evenly tokens go to the experts. ``equality`` compares the greedy tokens of PCP with those
 of one GPU on a small checkpoint of the shape's kind; with dense MLA, what ran together is no
-yardstick (one GPU may be wrong there). ``parts`` tells what a time to first token is made of: on the way to
-the workers, before the forward pass, on the GPU, and on the way back.
+yardstick (one GPU may be wrong there). ``parts`` tells what a time to first token is made of: on
+the way to the workers, before the forward pass, on the GPU, and on the way back.
 
 "EP" gives whole experts to a rank; PCP and TP without it give each rank a slice of every expert.
 
