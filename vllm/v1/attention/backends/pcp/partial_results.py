@@ -60,11 +60,11 @@ def _weigh_torch(
 
 @triton.jit
 def _weigh_kernel(
-    out_ptr: Any,  # [num_rows, WIDTH]
-    lse_ptr: Any,  # [num_rows]
-    lses_ptr: Any,  # [NUM_RANKS, num_rows]
-    num_rows: Any,
-    scale: Any,
+    out_ptr: tl.tensor,  # [num_rows, WIDTH]
+    lse_ptr: tl.tensor,  # [num_rows]
+    lses_ptr: tl.tensor,  # [NUM_RANKS, num_rows]
+    num_rows: tl.tensor,
+    scale: tl.tensor,
     NUM_RANKS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_RANKS: tl.constexpr,
