@@ -175,6 +175,8 @@ class Ranks(kv_gather.KVGather):
             monkeypatch.setattr(module, "get_dcp_group", group_of(lambda: everybody))
         for module in (parallel_state, flash_attn_metadata):
             monkeypatch.setattr(module, "get_pcp_group", group_of(self._pcp_ranks))
+        # It makes the host wait, which no CPU shows.
+        monkeypatch.setattr(stock, "get_dcp_local_seq_lens", None)
         monkeypatch.setattr(kv_gather, "_kv_gather", self)
         monkeypatch.setattr(flash_attn, "gather_shards", self.gather_shards)
         monkeypatch.setattr(flash_attn, "exchange_blocks", self.exchange_blocks)
@@ -452,7 +454,8 @@ class Step:
         )
         set_step_state(self.state(rank))
         try:
-            return rank.builder.build(0, common)
+            with no_host_sync(self.setting.device):
+                return rank.builder.build(0, common)
         finally:
             set_step_state(REPLICATED)
 
