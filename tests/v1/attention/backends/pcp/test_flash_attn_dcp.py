@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.v1.attention.backends.pcp import flash_twin
 from tests.v1.attention.backends.pcp.dcp_ranks import (
     MAX_NUM_SEQS,
     MAX_NUM_TOKENS,
@@ -200,7 +201,20 @@ def test_launches_of_attention(
 ) -> None:
     ranks = Ranks(setting_of("P2"), monkeypatch)
     ranks.play(Step(Batch(2, tuple(STEPS[kind][0])), ranks).run)
-    assert ranks.num_launches == num_launches
+    assert len(ranks.launches) == num_launches
+
+
+@on_cpu
+@pytest.mark.parametrize("kind", STEPS)
+def test_steps_that_are_in_no_graph_leave_splits_to_the_kernel(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """FlashAttention 3 allocates the results of each split."""
+    ranks = Ranks(setting_of("P2", has_graphs=True), monkeypatch)
+    step = Step(Batch(2, tuple(STEPS[kind][0])), ranks)
+    ranks.play(step.run)
+    fits_graph = all(request.num_scheduled == 1 for request in step.batch.requests)
+    assert set(ranks.launches) == {flash_twin.GRAPH_SPLITS if fits_graph else 0}
 
 
 @on_cpu

@@ -137,6 +137,10 @@ class PCPFlashAttentionMetadataBuilder(RowsPerRequestMixin, FlashAttentionMetada
         if not self._shares_cache:
             return metadata
         plan = get_step_state().plan
+        if plan is not None or metadata.max_query_len > 1:
+            # In no CUDA graph. With the splits that graphs ask for, FlashAttention 3 would allocate
+            # so many results of every token.
+            metadata.max_num_splits = 1 if envs.VLLM_BATCH_INVARIANT else 0
         if plan is not None:
             return self._build_partitioned(metadata, plan)
         return self._build_replicated(
