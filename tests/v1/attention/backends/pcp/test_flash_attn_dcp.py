@@ -137,6 +137,7 @@ STEPS: dict[str, tuple[list[Request], list[str]]] = {
     "decodes": ([decode(5), decode(1), decode(300)], ["exchange"]),
     "drafted decodes": ([decode(5, 3), decode(64, 3)], ["exchange"]),
     "decodes and a short prefill": ([decode(5), prefill(3), prefill(2, 33)], ["exchange"]),
+    "fresh short ones": ([prefill(3), prefill(2), prefill(1)], []),
     "first tokens": ([prefill(1), prefill(1)], ["exchange"]),
 }
 
@@ -157,7 +158,7 @@ def test_steps_of_each_kind(
     if setting.tp_world_size > 1:
         # Replicated rows, and only those, gather their heads over TP.
         plan = step.plan
-        if plan is None or plan.num_replicated_cached_rows > 0:
+        if "exchange" in collectives and (plan is None or plan.num_replicated_cached_rows > 0):
             collectives = [*collectives]
             collectives.insert(1 if collectives[0] == "gather of KV" else 0, "gather of heads")
     for rank in ranks.ranks:
@@ -194,7 +195,14 @@ def test_a_wrong_owner_shows(monkeypatch: pytest.MonkeyPatch) -> None:
 @on_cpu
 @pytest.mark.parametrize(
     ("kind", "num_launches"),
-    [("decodes", 1), ("drafted decodes", 2), ("fresh", 1), ("prefix hit", 2), ("everything", 3)],
+    [
+        ("decodes", 1),
+        ("drafted decodes", 2),
+        ("fresh short ones", 1),
+        ("fresh", 1),
+        ("prefix hit", 2),
+        ("everything", 3),
+    ],
 )
 def test_launches_of_attention(
     monkeypatch: pytest.MonkeyPatch, kind: str, num_launches: int

@@ -145,9 +145,10 @@ class PCPFlashAttentionImpl(ReshapeAndCacheMixin, FlashAttentionImpl):
         Returns:
             ``output``.
 
-        Collectives: with D > 1, where a row has cached tokens or is replicated, an exchange on the
-        DCP group; ahead of it a gather of the queries of partitioned rows with cached tokens on the
-        DCP group, and one of the query heads of replicated rows on the TP group if D spans it.
+        Collectives: with D > 1, where a row has cached tokens, and where all rows have one token,
+        an exchange on the DCP group; ahead of it a gather of the queries of partitioned rows with
+        cached tokens on the DCP group, and one of the query heads of replicated rows on the TP
+        group if D spans it.
         """
         if self.dcp_world_size == 1 or attn_metadata is None:
             return super().forward(

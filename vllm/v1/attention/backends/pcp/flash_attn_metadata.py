@@ -84,7 +84,7 @@ class SharedCacheMetadata(FlashAttentionMetadata):
 
     Attributes:
         step: What rows see of this step; None if all of it is in the cache for them.
-        replicated: What replicated rows see of the cache; None if there are none.
+        replicated: What replicated rows see of the cache; None if nothing.
         gathered: What the partitioned rows of all ranks see of the cache; None if nothing.
     """
 
@@ -157,6 +157,8 @@ class PCPFlashAttentionMetadataBuilder(RowsPerRequestMixin, FlashAttentionMetada
         step, seqused_k = None, common.dcp_local_seq_lens
         if metadata.max_query_len > 1:
             step = StepRows(None, metadata.query_start_loc, metadata.max_query_len)
+            if not has_cached_tokens(common):
+                return SharedCacheMetadata(**vars(metadata), step=step)
             seqused_k = self._num_kept_before(metadata)
         assert seqused_k is not None
         replicated = self._replicated_rows(
@@ -262,3 +264,10 @@ class PCPFlashAttentionMetadataBuilder(RowsPerRequestMixin, FlashAttentionMetada
         return SharedCacheMetadata(
             **vars(metadata), step=step, replicated=replicated, gathered=gathered
         )
+
+
+def has_cached_tokens(common: CommonAttentionMetadata) -> bool:
+    """Say whether any row may see more than this step; all ranks of a replicated step agree."""
+    assert common.seq_lens_cpu_upper_bound is not None
+    query_lens = common.query_start_loc_cpu[: common.num_reqs + 1].diff()
+    return not common.seq_lens_cpu_upper_bound[: common.num_reqs].equal(query_lens)
