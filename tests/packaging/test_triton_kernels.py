@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every Triton kernel of the package compiles for a GPU; none is needed for that.
+"""Every Triton kernel of the package compiles for a GPU, and once; no GPU is needed for that.
 
 Interpreted kernels, which is what other tests run on CPUs, may say what no compiler takes.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from vllm.triton_utils import tl, triton
 
@@ -57,6 +58,15 @@ LAUNCHES: dict[str, list[Launch]] = {
         }
     ],
 }
+# What differs between launches of one engine; all else depends on its model and configuration.
+VARYING: dict[str, list[str]] = {
+    f"{PCP}.merge_partials._merge_partials_kernel": [
+        "output_lse_ptr",
+        "output_lse_stride_head",
+        "num_partial_tokens",
+    ],
+    f"{PCP}.partial_results._weigh_kernel": ["num_rows"],
+}
 
 
 def kernels() -> Iterator[str]:
@@ -90,6 +100,31 @@ def compiled_size(kernel: str, launch: Launch) -> int:
     return len(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"])
 
 
+def variants(kernel: str, launch: Launch, varying: list[str]) -> list[Any]:
+    """Return what Triton compiles a kernel for, anew where it differs, one argument varied."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    module, _, name = kernel.rpartition(".")
+    function: Any = getattr(import_module(module), name)
+    specialize = create_function_from_signature(
+        function.signature, function.params, make_backend(GPUTarget("cuda", 90, 32))
+    )
+    memory = torch.zeros(64)
+
+    def argument(name: str) -> Any:
+        value = launch[name]
+        return value if not isinstance(value, str) else memory if value[0] == "*" else 16
+
+    usual = {name: argument(name) for name in function.arg_names}
+    launches = [usual]
+    for name in varying:
+        values = [memory[1:], memory[4:]] if usual[name] is memory else [1, 3, 32]
+        launches += [usual | {name: value} for value in values]
+    return [specialize(**arguments, debug=False)[1] for arguments in launches]
+
+
 @pytest.fixture(scope="module")
 def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolExecutor]:
     """A process in which Triton interprets nothing and remembers nothing: it decides on import."""
@@ -109,8 +144,18 @@ def test_every_kernel_compiles(compiler: ProcessPoolExecutor, kernel: str) -> No
         assert compiler.submit(compiled_size, kernel, launch).result() > 0
 
 
+@pytest.mark.parametrize("kernel", VARYING)
+def test_no_kernel_is_compiled_again_while_serving(
+    compiler: ProcessPoolExecutor, kernel: str
+) -> None:
+    """It takes a second: with pointers to other addresses, or numbers 1 and multiples of 16."""
+    for launch in LAUNCHES[kernel]:
+        first, *others = compiler.submit(variants, kernel, launch, VARYING[kernel]).result()
+        assert all(other == first for other in others)
+
+
 def test_no_launch_is_of_a_kernel_that_is_gone() -> None:
-    assert set(LAUNCHES) <= set(kernels())
+    assert set(VARYING) <= set(LAUNCHES) <= set(kernels())
 
 
 def test_what_interpreters_alone_take_is_refused(compiler: ProcessPoolExecutor) -> None:

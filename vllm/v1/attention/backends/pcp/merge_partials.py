@@ -10,7 +10,10 @@ import torch
 from vllm.triton_utils import tl, triton
 
 
-@triton.jit(do_not_specialize=["num_partial_tokens", "output_lse_stride_head"])
+@triton.jit(
+    do_not_specialize=["num_partial_tokens", "output_lse_stride_head"],
+    do_not_specialize_on_alignment=["output_lse_ptr"],
+)
 def _merge_partials_kernel(
     output_ptr: tl.tensor,  # [T, H, HEAD_SIZE]
     output_lse_ptr: tl.tensor,  # [H, T] float32, not read without HAS_OWN

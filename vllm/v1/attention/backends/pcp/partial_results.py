@@ -58,7 +58,7 @@ def _weigh_torch(
     return out.mul_(share).masked_fill_(share == 0, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _weigh_kernel(
     out_ptr: tl.tensor,  # [num_rows, WIDTH]
     lse_ptr: tl.tensor,  # [num_rows]
