@@ -257,6 +257,7 @@ def test_the_workspace_that_is_reserved_suffices(
         [prefill(2 * size, 1)] * MAX_NUM_SEQS,
         [prefill(MAX_NUM_TOKENS // MAX_NUM_SEQS, 1)] * MAX_NUM_SEQS,
         [prefill(short, 1)] * MAX_NUM_SEQS,
+        [decode(0, MAX_NUM_TOKENS // MAX_NUM_SEQS)] * MAX_NUM_SEQS,  # a dummy run
         [prefill(short, 1)] * (MAX_NUM_SEQS - 1) + [prefill(MAX_NUM_TOKENS // 2, 1)],
     ]
     for _ in range(30):
