@@ -458,19 +458,12 @@ class Step:
             slot_mapping=self.slots(rank).to(device),
             dcp_local_seq_lens=torch.tensor(held, dtype=torch.int32, device=device),
         )
-        set_step_state(self.state(rank))
+        set_step_state(REPLICATED if self.plan is None else StepState(True, self.plan))
         try:
             with no_host_sync(self.setting.device):
                 return rank.builder.build(0, common)
         finally:
             set_step_state(REPLICATED)
-
-    def state(self, rank: Rank) -> StepState:
-        """Return what the runner announces."""
-        if self.plan is None:
-            return REPLICATED
-        pcp_rank = rank.index % self.setting.pcp_world_size
-        return StepState(True, self.plan.row_req[pcp_rank], plan=self.plan)
 
     def slots(self, rank: Rank) -> torch.Tensor:
         """Return the slot mapping that the runner hands a layer."""

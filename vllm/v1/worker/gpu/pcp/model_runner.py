@@ -289,7 +289,7 @@ class PCPRunnerMixin(_RunnerBase):
         step = self._pcp_step
         if step is None:
             return super().prepare_attn(input_batch)
-        set_step_state(step.state)
+        set_step_state(StepState(is_partitioned=True, plan=step.plan))
         block_tables, slot_mappings = super().prepare_attn(step.global_batch)
         return self.pcp.prepare_attn(step, block_tables, slot_mappings)
 
