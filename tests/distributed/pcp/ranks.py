@@ -60,13 +60,12 @@ def use_groups() -> dict[str, Any]:
     gather_shards(gathered, own_rows)
     value = torch.full((2, 3), float(shards.rank))
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    num_query_groups = max(1, shards.world_size // parallel_state.get_pcp_group().world_size)
     return {
         "dcp_rank": shards.rank,
         "gather_order": shards.gather_order,
         "gathered": gathered,
-        "exchanged": exchanged(
-            shards, shards.world_size // parallel_state.get_pcp_group().world_size
-        ),
+        "exchanged": exchanged(shards, num_query_groups),
         "lse": gather_lse(value),
         "sum": sum_over_shards(value.clone()),
         "heads": gather_heads(torch.full((2, 1, 3), float(tp_rank))),

@@ -60,7 +60,7 @@ def init_dcp_group() -> None:
     groups = dcp_group_ranks(
         world_size, get_tp_group().world_size, get_pcp_group().world_size, old.world_size
     )
-    if groups == torch.arange(world_size).view(-1, old.world_size).tolist():
+    if sorted(groups) == torch.arange(world_size).view(-1, old.world_size).tolist():
         return
     old.destroy()
     world = get_world_group()

@@ -62,6 +62,7 @@ class Setting:
     fa_version: Literal[2, 3] = 2
     kv_cache_dtype: str = "auto"
     row_step: int = 1
+    has_graphs: bool = False
     device: str = "cpu"
 
     @property
@@ -158,7 +159,8 @@ class Ranks(kv_gather.KVGather):
         self.put_in: list[dict[int, tuple[torch.Tensor, ...]]] = []
         self.current = Rank(0, None, None, self.memory)
         self.computes = True
-        self.num_launches = 0
+        # The splits of each launch of attention.
+        self.launches: list[int] = []
         self._stand_in(monkeypatch)
         self.ranks = [self._make_rank(index) for index in range(setting.dcp_world_size)]
 
@@ -175,6 +177,8 @@ class Ranks(kv_gather.KVGather):
             monkeypatch.setattr(module, "get_dcp_group", group_of(lambda: everybody))
         for module in (parallel_state, flash_attn_metadata):
             monkeypatch.setattr(module, "get_pcp_group", group_of(self._pcp_ranks))
+        # It makes the host wait, which no CPU shows.
+        monkeypatch.setattr(stock, "get_dcp_local_seq_lens", None)
         monkeypatch.setattr(kv_gather, "_kv_gather", self)
         monkeypatch.setattr(flash_attn, "gather_shards", self.gather_shards)
         monkeypatch.setattr(flash_attn, "exchange_blocks", self.exchange_blocks)
@@ -193,7 +197,7 @@ class Ranks(kv_gather.KVGather):
         monkeypatch.setattr(flash_attn, "merge_partials", self._merge_partials)
 
     def _flash_attn(self, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        self.num_launches += 1
+        self.launches.append(arguments["num_splits"])
         if self.computes:
             return flash_twin.flash_attn_varlen_func(**arguments)
         query = arguments["q"]
@@ -226,6 +230,10 @@ class Ranks(kv_gather.KVGather):
                 None,
                 setting.kv_cache_dtype,
             )
+        if setting.has_graphs:
+            rank.builder.use_full_cuda_graph = True
+            rank.builder.max_cudagraph_size = MAX_NUM_TOKENS
+            rank.builder.max_num_splits = flash_twin.GRAPH_SPLITS
         if setting.device == "cpu":
             rank.impl.vllm_flash_attn_version = setting.fa_version
         assert rank.impl.vllm_flash_attn_version == setting.fa_version
@@ -309,7 +317,7 @@ class Ranks(kv_gather.KVGather):
                 self.current = rank
                 self.pcp_rank = rank.index % self.setting.pcp_world_size
                 rank.entered.clear()
-                self.num_launches = 0
+                self.launches.clear()
                 try:
                     results[rank.index] = run(rank)
                 except NotEnteredError:
@@ -450,18 +458,12 @@ class Step:
             slot_mapping=self.slots(rank).to(device),
             dcp_local_seq_lens=torch.tensor(held, dtype=torch.int32, device=device),
         )
-        set_step_state(self.state(rank))
+        set_step_state(REPLICATED if self.plan is None else StepState(True, self.plan))
         try:
-            return rank.builder.build(0, common)
+            with no_host_sync(self.setting.device):
+                return rank.builder.build(0, common)
         finally:
             set_step_state(REPLICATED)
-
-    def state(self, rank: Rank) -> StepState:
-        """Return what the runner announces."""
-        if self.plan is None:
-            return REPLICATED
-        pcp_rank = rank.index % self.setting.pcp_world_size
-        return StepState(True, self.plan.row_req[pcp_rank], plan=self.plan)
 
     def slots(self, rank: Rank) -> torch.Tensor:
         """Return the slot mapping that the runner hands a layer."""

@@ -11,6 +11,9 @@ from itertools import pairwise
 
 import torch
 
+# What vLLM has FlashAttention 3 split the keys into at most, in steps that may be in a CUDA graph.
+GRAPH_SPLITS = 32
+
 
 def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, *, causal: bool
@@ -97,7 +100,7 @@ def flash_attn_varlen_func(
     # Version 2 then reads queries of one KV head as if they were one sequence.
     assert max_seqlen_q > 1 or q.shape[0] == scales_shape[0]
     assert softcap == 0.0
-    assert num_splits == 0
+    assert num_splits in (0, GRAPH_SPLITS)
     assert scheduler_metadata is None
     lengths = cu_seqlens_k if seqused_k is None else seqused_k
     assert lengths is not None

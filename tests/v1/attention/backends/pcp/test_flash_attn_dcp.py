@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.v1.attention.backends.pcp import flash_twin
 from tests.v1.attention.backends.pcp.dcp_ranks import (
     MAX_NUM_SEQS,
     MAX_NUM_TOKENS,
@@ -136,6 +137,7 @@ STEPS: dict[str, tuple[list[Request], list[str]]] = {
     "decodes": ([decode(5), decode(1), decode(300)], ["exchange"]),
     "drafted decodes": ([decode(5, 3), decode(64, 3)], ["exchange"]),
     "decodes and a short prefill": ([decode(5), prefill(3), prefill(2, 33)], ["exchange"]),
+    "fresh short ones": ([prefill(3), prefill(2), prefill(1)], []),
     "first tokens": ([prefill(1), prefill(1)], ["exchange"]),
 }
 
@@ -156,7 +158,7 @@ def test_steps_of_each_kind(
     if setting.tp_world_size > 1:
         # Replicated rows, and only those, gather their heads over TP.
         plan = step.plan
-        if plan is None or plan.num_replicated_cached_rows > 0:
+        if "exchange" in collectives and (plan is None or plan.num_replicated_cached_rows > 0):
             collectives = [*collectives]
             collectives.insert(1 if collectives[0] == "gather of KV" else 0, "gather of heads")
     for rank in ranks.ranks:
@@ -193,14 +195,34 @@ def test_a_wrong_owner_shows(monkeypatch: pytest.MonkeyPatch) -> None:
 @on_cpu
 @pytest.mark.parametrize(
     ("kind", "num_launches"),
-    [("decodes", 1), ("drafted decodes", 2), ("fresh", 1), ("prefix hit", 2), ("everything", 3)],
+    [
+        ("decodes", 1),
+        ("drafted decodes", 2),
+        ("fresh short ones", 1),
+        ("fresh", 1),
+        ("prefix hit", 2),
+        ("everything", 3),
+    ],
 )
 def test_launches_of_attention(
     monkeypatch: pytest.MonkeyPatch, kind: str, num_launches: int
 ) -> None:
     ranks = Ranks(setting_of("P2"), monkeypatch)
     ranks.play(Step(Batch(2, tuple(STEPS[kind][0])), ranks).run)
-    assert ranks.num_launches == num_launches
+    assert len(ranks.launches) == num_launches
+
+
+@on_cpu
+@pytest.mark.parametrize("kind", STEPS)
+def test_steps_that_are_in_no_graph_leave_splits_to_the_kernel(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """FlashAttention 3 allocates the results of each split."""
+    ranks = Ranks(setting_of("P2", has_graphs=True), monkeypatch)
+    step = Step(Batch(2, tuple(STEPS[kind][0])), ranks)
+    ranks.play(step.run)
+    fits_graph = all(request.num_scheduled == 1 for request in step.batch.requests)
+    assert set(ranks.launches) == {flash_twin.GRAPH_SPLITS if fits_graph else 0}
 
 
 @on_cpu
@@ -235,6 +257,7 @@ def test_the_workspace_that_is_reserved_suffices(
         [prefill(2 * size, 1)] * MAX_NUM_SEQS,
         [prefill(MAX_NUM_TOKENS // MAX_NUM_SEQS, 1)] * MAX_NUM_SEQS,
         [prefill(short, 1)] * MAX_NUM_SEQS,
+        [decode(0, MAX_NUM_TOKENS // MAX_NUM_SEQS)] * MAX_NUM_SEQS,  # a dummy run
         [prefill(short, 1)] * (MAX_NUM_SEQS - 1) + [prefill(MAX_NUM_TOKENS // 2, 1)],
     ]
     for _ in range(30):

@@ -115,6 +115,7 @@ def each_rank_has_its_rows(case: Case) -> None:
 def rows_stand_in_attention_order(case: Case) -> None:
     """Decodes, rows with context, rows at the start of their request; decodes as in the batch."""
     decodes = [r for r, request in enumerate(case.batch.requests) if not request.is_prefilling]
+    assert case.plan.num_decodes == len(decodes)
     for rows in case.rows:
         assert [r for r, _, _ in rows[: len(decodes)]] == decodes
         prefills = rows[len(decodes) :]
@@ -128,7 +129,9 @@ def rows_behind_cached_tokens_stand_first(case: Case) -> None:
     is_cached = [request.num_computed > 0 for request in requests]
     is_replicated = [not case.batch.is_partitioned(request) for request in requests]
     split, stop = case.plan.num_replicated_cached_rows, case.plan.num_cached_rows
+    ends = [request.num_computed + request.num_scheduled for request in requests]
     assert case.plan.num_cached_tokens.tolist() == [request.num_computed for request in requests]
+    assert case.plan.req_end.tolist() == ends
     for rows in case.rows:
         assert all(is_cached[r] and is_replicated[r] for r, _, _ in rows[:split])
         assert all(is_cached[r] and not is_replicated[r] for r, _, _ in rows[split:stop])

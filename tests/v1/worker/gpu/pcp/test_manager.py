@@ -223,22 +223,6 @@ def test_ranks_that_share_know_how_much_of_each_row_they_keep(
             assert num_kept == len(kept)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("name", BATCHES)
-def test_layers_are_told_the_same_of_a_step_on_every_rank(
-    ranks: Callable[..., list[PCPManager]], name: str, size: int
-) -> None:
-    managers, batch = ranks(size), make_batch(BATCHES[name])
-    decodes = [i for i, (_, _, is_prefilling) in enumerate(BATCHES[name]) if not is_prefilling]
-    for step in partition(managers, batch):
-        state = step.state
-        assert state.row_req is not None
-        assert state.req_end is not None
-        assert state.row_req[: state.num_decodes].tolist() == decodes
-        assert not np.isin(decodes, state.row_req[state.num_decodes :]).any()
-        assert state.req_end.tolist() == batch.seq_lens.tolist()
-
-
 def test_a_step_of_decodes_is_left_alone(ranks: Callable[[int], list[PCPManager]]) -> None:
     managers = ranks(2)
     batch = make_batch([(1, 30, False), (1, 5, False), (3, 0, True)])

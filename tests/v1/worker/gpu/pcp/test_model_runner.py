@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec
+from vllm.v1.worker.gpu.pcp import model_runner
 from vllm.v1.worker.gpu.pcp.model_runner import PCPRunnerMixin, with_quant_mode
 
 P = 2
@@ -35,6 +37,9 @@ class Stock:
     def _dummy_run(self, num_tokens: int) -> tuple[None, None]:
         self.dummy_tokens.append(num_tokens)
         return None, None
+
+    def profile_run(self) -> None:
+        self.is_profiled = True
 
     def execute_model(self, *args: Any, is_profile: bool) -> None:
         self.eager.append(is_profile)
@@ -96,6 +101,29 @@ def test_dummy_runs_are_of_one_ranks_share(runner: Any) -> None:
 def test_the_gather_buffer_is_counted_before_the_kv_cache_is_sized(runner: Any) -> None:
     runner.load_model()
     assert runner.model_memory_usage == 100 + 7 * 16
+
+
+@pytest.mark.parametrize(
+    ("dcp_size", "kind", "num_exchanges"),
+    [(2, Attention, 1), (2, MLAAttention, 0), (1, Attention, 0)],
+)
+def test_what_an_exchange_allocates_is_counted_before_the_kv_cache_is_sized(
+    runner: Any, monkeypatch: pytest.MonkeyPatch, dcp_size: int, kind: type, num_exchanges: int
+) -> None:
+    """A profiling run leaves attention out, and with it the first exchange of two ranks."""
+    exchanged: list[torch.Size] = []
+    monkeypatch.setattr(
+        model_runner, "exchange_blocks", lambda pair: exchanged.append(pair[0].shape)
+    )
+    layers: dict[str, Any] = {"layer": object.__new__(kind)}
+    context = SimpleNamespace(static_forward_context=layers)
+    runner.vllm_config = SimpleNamespace(compilation_config=context)
+    runner.dcp_size, runner.use_dcp, runner.device = dcp_size, dcp_size > 1, "cpu"
+    runner.model_config = SimpleNamespace(dtype=torch.float32, get_hidden_size=lambda: 4)
+    runner.max_num_tokens = 8
+    runner.profile_run()
+    assert runner.is_profiled
+    assert exchanged == [(dcp_size, 16)] * num_exchanges
 
 
 @pytest.mark.parametrize("cache_dtype", ["fp8_ds_mla", "fp8", "auto"])

@@ -80,9 +80,6 @@ class PCPFlashAttentionImpl(ReshapeAndCacheMixin, FlashAttentionImpl):
         self._shards = kv_shards(config.parallel_config.cp_kv_cache_interleave_size)
         self._max_num_tokens = config.scheduler_config.max_num_batched_tokens
         self._max_num_seqs = config.scheduler_config.max_num_seqs
-        speculative = config.speculative_config
-        num_drafts = 0 if speculative is None else speculative.num_speculative_tokens
-        self._max_replicated_len = max(2 * self.pcp_world_size - 1, 1 + num_drafts)
 
     def _refuse_what_depends_on_more_than_keys(self) -> None:
         is_refused = {
@@ -110,7 +107,7 @@ class PCPFlashAttentionImpl(ReshapeAndCacheMixin, FlashAttentionImpl):
         self._step_keys_workspace(max_step_keys(num_tokens, num_seqs, size), row_bytes)
         # The most is needed with as many replicated rows as there can be, with none, or where
         # fewer would leave room for partitioned requests beyond ``num_seqs``.
-        max_replicated = min(num_tokens, num_seqs * self._max_replicated_len)
+        max_replicated = min(num_tokens, num_seqs * (2 * size - 1))
         corner = max(0, num_tokens - 2 * size * num_seqs)
         for num_replicated in {0, min(corner, max_replicated), max_replicated}:
             num_left = num_tokens - num_replicated
@@ -145,9 +142,10 @@ class PCPFlashAttentionImpl(ReshapeAndCacheMixin, FlashAttentionImpl):
         Returns:
             ``output``.
 
-        Collectives: with D > 1, where a row has cached tokens or is replicated, an exchange on the
-        DCP group; ahead of it a gather of the queries of partitioned rows with cached tokens on the
-        DCP group, and one of the query heads of replicated rows on the TP group if D spans it.
+        Collectives: with D > 1, where a row has cached tokens, and where all rows have one token,
+        an exchange on the DCP group; ahead of it a gather of the queries of partitioned rows with
+        cached tokens on the DCP group, and one of the query heads of replicated rows on the TP
+        group if D spans it.
         """
         if self.dcp_world_size == 1 or attn_metadata is None:
             return super().forward(

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 import vllm.envs as envs
@@ -83,7 +84,7 @@ class SharedCacheMetadata(FlashAttentionMetadata):
 
     Attributes:
         step: What rows see of this step; None if all of it is in the cache for them.
-        replicated: What replicated rows see of the cache; None if there are none.
+        replicated: What replicated rows see of the cache; None if nothing.
         gathered: What the partitioned rows of all ranks see of the cache; None if nothing.
     """
 
@@ -104,13 +105,16 @@ class PCPFlashAttentionMetadataBuilder(RowsPerRequestMixin, FlashAttentionMetada
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._plans_kernel = self.aot_schedule
-        if self.dcp_world_size > 1:
-            # The stock builder would plan for the heads of all D ranks.
-            self.aot_schedule = False
-            self.supports_update_block_table = False
+        self._shares_cache = self.dcp_world_size > 1
+        if self._shares_cache:
             self._pcp_rank: int = get_pcp_group().rank_in_group
             self._num_query_groups = self.dcp_world_size // get_pcp_group().world_size
             self._shards = kv_shards(self.cp_kv_cache_interleave_size)
+            # The stock builder would plan for the heads of all D ranks, and make the host wait for
+            # its count of what this one keeps.
+            self.dcp_world_size = 1
+            self.aot_schedule = False
+            self.supports_update_block_table = False
 
     @classmethod
     def get_cudagraph_support(
@@ -130,9 +134,13 @@ class PCPFlashAttentionMetadataBuilder(RowsPerRequestMixin, FlashAttentionMetada
     ) -> FlashAttentionMetadata:
         """Build as usual; with D > 1, say what is attended to where."""
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        if self.dcp_world_size == 1:
+        if not self._shares_cache:
             return metadata
         plan = get_step_state().plan
+        if plan is not None or metadata.max_query_len > 1:
+            # In no CUDA graph. With the splits that graphs ask for, FlashAttention 3 would allocate
+            # so many results of every token.
+            metadata.max_num_splits = 1 if envs.VLLM_BATCH_INVARIANT else 0
         if plan is not None:
             return self._build_partitioned(metadata, plan)
         return self._build_replicated(
@@ -149,28 +157,46 @@ class PCPFlashAttentionMetadataBuilder(RowsPerRequestMixin, FlashAttentionMetada
         step, seqused_k = None, common.dcp_local_seq_lens
         if metadata.max_query_len > 1:
             step = StepRows(None, metadata.query_start_loc, metadata.max_query_len)
-            seqused_k = metadata.dcp_context_kv_lens
-        replicated = self._cached_rows(metadata, seqused_k, common.num_reqs)
+            if not has_cached_tokens(common):
+                return SharedCacheMetadata(**vars(metadata), step=step)
+            seqused_k = self._num_kept_before(metadata)
+        assert seqused_k is not None
+        replicated = self._replicated_rows(
+            metadata,
+            seqused_k,
+            num_rows=common.num_reqs,
+            num_tokens=metadata.num_actual_tokens,
+            max_query_len=metadata.max_query_len,
+        )
         if plans_kernel and not envs.VLLM_BATCH_INVARIANT:
             replicated.scheduler_metadata = self._plan_kernel(replicated)
         return SharedCacheMetadata(**vars(metadata), step=step, replicated=replicated)
 
-    def _cached_rows(
-        self, metadata: FlashAttentionMetadata, seqused_k: torch.Tensor | None, num_rows: int
+    def _num_kept_before(self, metadata: FlashAttentionMetadata) -> torch.Tensor:
+        """Return ``[num_rows]`` int32, what this rank keeps of the tokens ahead of each row."""
+        num_cached = metadata.seq_lens - metadata.query_start_loc.diff()
+        return self._shards.num_kept(num_cached, self._shards.rank)
+
+    def _replicated_rows(
+        self,
+        metadata: FlashAttentionMetadata,
+        seqused_k: torch.Tensor,
+        *,
+        num_rows: int,
+        num_tokens: int,
+        max_query_len: int,
     ) -> CachedRows:
-        """Return all rows of a step, as replicated ones."""
-        assert seqused_k is not None
-        assert metadata.max_dcp_context_kv_len is not None
-        num_tokens = metadata.num_actual_tokens
+        """Return the first rows of a step, which all ranks run."""
+        max_num_kept = self._shards.num_kept(np.array([metadata.max_seq_len]), rank=0)
         return CachedRows(
             first_token=0,
             num_tokens=num_tokens,
             num_sent_tokens=num_tokens,
-            cu_seqlens_q=metadata.query_start_loc,
+            cu_seqlens_q=metadata.query_start_loc[: num_rows + 1],
             seqused_k=seqused_k[:num_rows],
-            block_table=metadata.block_table,
-            max_seqlen_q=metadata.max_query_len,
-            max_seqlen_k=metadata.max_dcp_context_kv_len,
+            block_table=metadata.block_table[:num_rows],
+            max_seqlen_q=max_query_len,
+            max_seqlen_k=max(1, int(max_num_kept[0])),
             num_splits=metadata.max_num_splits,
         )
 
@@ -214,11 +240,13 @@ class PCPFlashAttentionMetadataBuilder(RowsPerRequestMixin, FlashAttentionMetada
         num_replicated_tokens = int(row_len[:num_replicated].sum())
         replicated = gathered = None
         if num_replicated > 0:
-            replicated = self._cached_rows(metadata, metadata.dcp_context_kv_lens, num_replicated)
-            replicated.num_tokens = replicated.num_sent_tokens = num_replicated_tokens
-            replicated.cu_seqlens_q = replicated.cu_seqlens_q[: num_replicated + 1]
-            replicated.block_table = replicated.block_table[:num_replicated]
-            replicated.max_seqlen_q = int(row_len[:num_replicated].max())
+            replicated = self._replicated_rows(
+                metadata,
+                self._num_kept_before(metadata),
+                num_rows=num_replicated,
+                num_tokens=num_replicated_tokens,
+                max_query_len=int(row_len[:num_replicated].max()),
+            )
         if rows is not None:
             cu_seqlens_q, seqused_k, table_row = of_rows
             gathered = CachedRows(
@@ -236,3 +264,10 @@ class PCPFlashAttentionMetadataBuilder(RowsPerRequestMixin, FlashAttentionMetada
         return SharedCacheMetadata(
             **vars(metadata), step=step, replicated=replicated, gathered=gathered
         )
+
+
+def has_cached_tokens(common: CommonAttentionMetadata) -> bool:
+    """Say whether any row may see more than this step; all ranks of a replicated step agree."""
+    assert common.seq_lens_cpu_upper_bound is not None
+    query_lens = common.query_start_loc_cpu[: common.num_reqs + 1].diff()
+    return not common.seq_lens_cpu_upper_bound[: common.num_reqs].equal(query_lens)

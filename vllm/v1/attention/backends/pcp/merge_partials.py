@@ -10,17 +10,20 @@ import torch
 from vllm.triton_utils import tl, triton
 
 
-@triton.jit(do_not_specialize=["num_partial_tokens", "output_lse_stride_head"])
+@triton.jit(
+    do_not_specialize=["num_partial_tokens", "output_lse_stride_head"],
+    do_not_specialize_on_alignment=["output_lse_ptr"],
+)
 def _merge_partials_kernel(
-    output_ptr: Any,  # [T, H, HEAD_SIZE]
-    output_lse_ptr: Any,  # [H, T] float32, not read without HAS_OWN
-    partial_ptr: Any,  # [NUM_PARTIALS, num_partial_tokens, H, HEAD_SIZE]
-    partial_lse_ptr: Any,  # [NUM_PARTIALS, H, num_partial_tokens] float32
-    output_stride_token: Any,
-    output_stride_head: Any,
-    output_lse_stride_head: Any,
-    num_partial_tokens: Any,
-    num_heads: Any,
+    output_ptr: tl.tensor,  # [T, H, HEAD_SIZE]
+    output_lse_ptr: tl.tensor,  # [H, T] float32, not read without HAS_OWN
+    partial_ptr: tl.tensor,  # [NUM_PARTIALS, num_partial_tokens, H, HEAD_SIZE]
+    partial_lse_ptr: tl.tensor,  # [NUM_PARTIALS, H, num_partial_tokens] float32
+    output_stride_token: tl.tensor,
+    output_stride_head: tl.tensor,
+    output_lse_stride_head: tl.tensor,
+    num_partial_tokens: tl.tensor,
+    num_heads: tl.tensor,
     HAS_OWN: tl.constexpr,
     NUM_PARTIALS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,

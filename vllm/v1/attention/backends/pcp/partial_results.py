@@ -58,13 +58,13 @@ def _weigh_torch(
     return out.mul_(share).masked_fill_(share == 0, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _weigh_kernel(
-    out_ptr: Any,  # [num_rows, WIDTH]
-    lse_ptr: Any,  # [num_rows]
-    lses_ptr: Any,  # [NUM_RANKS, num_rows]
-    num_rows: Any,
-    scale: Any,
+    out_ptr: tl.tensor,  # [num_rows, WIDTH]
+    lse_ptr: tl.tensor,  # [num_rows]
+    lses_ptr: tl.tensor,  # [NUM_RANKS, num_rows]
+    num_rows: tl.tensor,
+    scale: tl.tensor,
     NUM_RANKS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_RANKS: tl.constexpr,

@@ -85,7 +85,9 @@ class PartitionPlan:
             not own it.
         num_cached_tokens: ``[num_reqs]`` int32, tokens that a request has in the cache from before
             this step.
+        req_end: ``[num_reqs]`` int32, tokens that a request has after this step.
         num_replicated_cached_rows: Replicated rows of requests with cached tokens, the first rows.
+        num_decodes: Rows that are decodes, the first of them.
         num_cached_rows: Rows of requests with cached tokens: those, and the partitioned ones, which
             follow.
         num_local_tokens: ``[P]`` int32, tokens that each rank computes.
@@ -103,7 +105,9 @@ class PartitionPlan:
     row_token: Int32Array
     row_is_owned: BoolArray
     num_cached_tokens: Int32Array
+    req_end: Int32Array
     num_replicated_cached_rows: int
+    num_decodes: int
     num_cached_rows: int
     num_local_tokens: Int32Array
     num_tokens_after_padding: int
@@ -246,7 +250,9 @@ def plan_partition(
         row_token=row_token,
         row_is_owned=row_is_owned,
         num_cached_tokens=num_computed_tokens,
+        req_end=num_computed_tokens + num_scheduled_tokens,
         num_replicated_cached_rows=num_replicated_cached_rows,
+        num_decodes=int(np.count_nonzero(~is_prefilling)),
         num_cached_rows=num_cached_rows,
         num_local_tokens=num_local_tokens,
         num_tokens_after_padding=num_tokens_after_padding,

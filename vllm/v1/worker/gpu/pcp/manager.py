@@ -15,7 +15,6 @@ from vllm.distributed.parallel_state import get_pcp_group
 from vllm.distributed.pcp.collectives import gather_rows
 from vllm.distributed.pcp.kv_gather import KVGather, init_kv_gather
 from vllm.distributed.pcp.shard_collectives import kv_shards
-from vllm.distributed.pcp.step import StepState
 from vllm.logger import init_logger
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -69,7 +68,6 @@ class PCPStep:
         local_batch: The batch as run here.
         slot_idx: ``[P * L]`` int32 on the device, ``plan.slot_idx``.
         row_req: ``[W]`` int32 on the device, request of each local row.
-        state: What layers may know of the step.
     """
 
     plan: PartitionPlan
@@ -77,7 +75,6 @@ class PCPStep:
     local_batch: InputBatch
     slot_idx: torch.Tensor
     row_req: torch.Tensor
-    state: StepState
 
 
 class PCPManager:
@@ -189,14 +186,7 @@ class PCPManager:
             is_padding=is_padding,
         )
         self._count(plan)
-        state = StepState(
-            is_partitioned=True,
-            row_req=row_req,
-            req_end=batch.num_computed_tokens_np + batch.num_scheduled_tokens,
-            num_decodes=int(np.count_nonzero(~batch.is_prefilling_np)),
-            plan=plan,
-        )
-        return PCPStep(plan, batch, local_batch, slot_idx, row_req_device, state)
+        return PCPStep(plan, batch, local_batch, slot_idx, row_req_device)
 
     def prepare_attn(
         self, step: PCPStep, block_tables: tuple[torch.Tensor, ...], slot_mappings: torch.Tensor

@@ -12,7 +12,7 @@ import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.distributed.parallel_state import get_dcp_group, graph_capture
 from vllm.distributed.pcp.collectives import broadcast_from_first_rank, gather_rows
-from vllm.distributed.pcp.shard_collectives import gather_shards
+from vllm.distributed.pcp.shard_collectives import exchange_blocks, gather_shards
 from vllm.distributed.pcp.step import REPLICATED, StepState, set_step_state
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention, MLAAttention
@@ -112,10 +112,16 @@ class PCPRunnerMixin(_RunnerBase):
     def profile_run(self) -> None:
         """Profile memory, the restored hidden states of a whole batch included.
 
-        Layers of experts run as in a partitioned step: on the rows of all ranks.
+        Layers of experts run as in a partitioned step: on the rows of all ranks. Attention does not
+        run; where ranks share a GQA cache, what it would exchange stands for it.
 
-        Collectives: those of the layers of experts.
+        Collectives: those of the layers of experts; with D > 1 and GQA an exchange on the DCP
+        group.
         """
+        if self.use_dcp and get_layers_from_vllm_config(self.vllm_config, Attention):
+            # NCCL allocates for two ranks when the first of them sends.
+            blocks = torch.zeros(self.dcp_size, 16, dtype=torch.uint8, device=self.device)
+            exchange_blocks((blocks, torch.empty_like(blocks)))
         set_step_state(StepState(is_partitioned=True))
         super().profile_run()
         set_step_state(REPLICATED)
@@ -289,7 +295,7 @@ class PCPRunnerMixin(_RunnerBase):
         step = self._pcp_step
         if step is None:
             return super().prepare_attn(input_batch)
-        set_step_state(step.state)
+        set_step_state(StepState(is_partitioned=True, plan=step.plan))
         block_tables, slot_mappings = super().prepare_attn(step.global_batch)
         return self.pcp.prepare_attn(step, block_tables, slot_mappings)
 

@@ -21,7 +21,7 @@ import torch
 from tests.v1.worker.gpu.pcp.oracle import random_batches
 from tests.v1.worker.gpu.pcp.test_manager import make_batch
 from vllm.distributed.pcp import kv_gather, shard_collectives
-from vllm.distributed.pcp.step import REPLICATED, set_step_state
+from vllm.distributed.pcp.step import REPLICATED, StepState, set_step_state
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonImpl,
     MLACommonMetadata,
@@ -150,7 +150,7 @@ def make_builder(family: str, pcp: int, manager: PCPManager) -> Any:
     builder.chunked_prefill_workspace_size = WORKSPACE
     builder.chunked_prefill_workspace = torch.empty(WORKSPACE, LATENT + ROPE)
     builder._prefill_backend, builder._has_plan = PrefillBackend(), True
-    builder.dcp_world_size = 1
+    builder.dcp_world_size, builder._pcp_rank = 1, manager.pcp_rank
     builder.shards, builder.gathered = manager.shards, None
     builder.cp_kv_cache_interleave_size = manager.shards.interleave
     if manager.shards.world_size > 1:
@@ -178,7 +178,7 @@ class Rank:
             num_kept = shards.num_kept(batch.seq_lens, shards.rank)
             batch = dataclasses.replace(batch, dcp_local_seq_lens=num_kept)
         else:
-            set_step_state(step.state)
+            set_step_state(StepState(is_partitioned=True, plan=step.plan))
             slot_mapping = self.manager.prepare_slot_mappings(step, slot_mapping)
             batch = step.local_batch
         common = common_metadata(batch, slot_mapping[0])

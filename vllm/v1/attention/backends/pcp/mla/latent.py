@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from vllm import _custom_ops as ops
+from vllm.distributed.parallel_state import get_pcp_group
 from vllm.distributed.pcp.kv_gather import get_kv_gather
 from vllm.distributed.pcp.kv_shards import UNSHARED, KVShards
 from vllm.distributed.pcp.shard_collectives import gather_shards, kv_shards
@@ -124,6 +125,7 @@ class PlanPrefillMixin(_BuilderBase):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._has_plan = isinstance(self._prefill_backend, AttendingPrefillBackend)
+        self._pcp_rank: int = get_pcp_group().rank_in_group
         parallel_config = vllm_config.parallel_config
         self.shards = kv_shards(parallel_config.cp_kv_cache_interleave_size)
         self.gathered: torch.Tensor | None = None
@@ -196,7 +198,8 @@ class PlanPrefillMixin(_BuilderBase):
             common = shard_view(common, self.shards, num_head_shards=self.dcp_world_size)
             step = get_step_state()
             if step.is_partitioned:
-                common = end_decodes_at(common, step.num_decodes)
+                num_decodes = 0 if step.plan is None else step.plan.num_decodes
+                common = end_decodes_at(common, num_decodes)
         if self._has_plan and common.seq_lens_cpu_upper_bound is not None:
             # Without context the stock builder plans none.
             query_lens = common.query_start_loc_cpu.diff()
@@ -211,10 +214,11 @@ class PlanPrefillMixin(_BuilderBase):
         num_decodes: int,
     ) -> PCPPrefillMetadata:
         """Plan the rows behind the decodes."""
-        step = get_step_state()
-        row_req, req_end = step.row_req, step.req_end
-        if row_req is None or req_end is None:
+        partition = get_step_state().plan
+        if partition is None:
             row_req, req_end = np.arange(row_len.shape[0], dtype=np.int32), seq_lens
+        else:
+            row_req, req_end = partition.row_req[self._pcp_rank], partition.req_end
         rows = slice(num_decodes, None)
         plan = plan_prefill(
             seq_lens[rows] - row_len[rows],

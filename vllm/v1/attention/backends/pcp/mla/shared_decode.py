@@ -31,10 +31,12 @@ else:
 
 
 class SharedDecodeMixin(_ImplBase):
-    """Over a stock MLA implementation: decodes with D > 1."""
+    """Over a stock MLA implementation: decodes with D > 1.
 
-    num_shards = 1
-    num_head_shards = 1
+    Attributes:
+        num_shards: D.
+        num_head_shards: Ranks of them that have heads of their own.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Asked for ahead of everything else; the stock implementation overwrites it.
