@@ -44,6 +44,22 @@ LAUNCHES: dict[str, list[Launch]] = {
         MERGE | {"HAS_OWN": True},
         MERGE | {"HAS_OWN": False},
     ],
+    f"{PCP}.mla.concat_keys._concat_keys_kernel": [
+        {
+            "keys_ptr": "*bf16",
+            "nope_ptr": "*bf16",
+            "rope_ptr": "*bf16",
+            "nope_stride_token": "i32",
+            "nope_stride_head": "i32",
+            "rope_stride_token": "i32",
+            "num_heads": "i32",
+            "NOPE": 128,
+            "ROPE": 64,
+            "NOPE_BLOCK": 128,
+            "ROPE_BLOCK": 64,
+            "HEAD_BLOCK": 16,
+        }
+    ],
     f"{PCP}.partial_results._weigh_kernel": [
         {
             "out_ptr": "*bf16",

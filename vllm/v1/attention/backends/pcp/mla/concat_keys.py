@@ -10,7 +10,7 @@ import torch
 from vllm.triton_utils import tl, triton
 
 
-@triton.jit(do_not_specialize=["num_heads"])
+@triton.jit
 def _concat_keys_kernel(
     keys_ptr: tl.tensor,  # [n, num_heads, NOPE + ROPE], contiguous
     nope_ptr: tl.tensor,  # [n, num_heads, NOPE]
