@@ -62,10 +62,11 @@ _GROUPED: dict[str, Any] = {
 }
 
 
-def _gqa() -> PreTrainedConfig:
+def _gqa(num_kv_heads: int) -> PreTrainedConfig:
     from transformers import Qwen3Config
 
-    return Qwen3Config(initializer_range=0.1, **_SIZES, **_GQA)
+    heads = _GQA | {"num_key_value_heads": num_kv_heads}
+    return Qwen3Config(initializer_range=0.1, **_SIZES, **heads)
 
 
 def _mla() -> PreTrainedConfig:
@@ -156,7 +157,9 @@ class Kind:
 
 _SPARSE_SCALES = {"embed_tokens": 20, "mlp.gate.weight": 0.6, "experts.down_proj": 0.5}
 KINDS = {
-    "gqa": Kind(_gqa, has_experts=False),
+    "gqa": Kind(partial(_gqa, 2), has_experts=False),
+    # TP ranks can share a KV cache where they have the same heads.
+    "mqa": Kind(partial(_gqa, 1), has_experts=False),
     "mla": Kind(_mla, {"mlp.gate.weight": 8, "experts.down_proj": 0.5}),
     "sparse": Kind(partial(_sparse, 64), _SPARSE_SCALES, index_topk=INDEX_TOPK),
     # With few heads vLLM reads an FP8 cache in another way.

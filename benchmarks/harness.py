@@ -26,10 +26,10 @@ def environment() -> dict[str, Any]:
     """Return what a reader needs to judge or repeat a measurement.
 
     Returns:
-        ``date`` (UTC), ``command``, ``commit`` (ends in ``-dirty`` if files differ from it; outside
-        a checkout what BENCHMARK_COMMIT says, or None), ``cpu``, ``cores`` (those this process may
-        use), ``gpus`` (name and driver of each), ``python``, and the versions of ``numpy``,
-        ``torch`` and ``vllm`` (None if not installed).
+        ``date`` (UTC), ``command``, ``commit`` (what BENCHMARK_COMMIT says, of a copy;
+        else that of the checkout, which ends in ``-dirty`` if files differ from it; or None),
+        ``cpu``, ``cores`` (those this process may use), ``gpus`` (name and driver of each),
+        ``python``, and the versions of ``numpy``, ``torch`` and ``vllm`` (None if not installed).
     """
     script, *arguments = sys.argv
     return {
@@ -82,8 +82,8 @@ def cuda_event() -> torch.cuda.Event:
 
 
 def _commit() -> str | None:
-    commit = _output("git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
-    return commit or os.environ.get("BENCHMARK_COMMIT")
+    described = _output("git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+    return os.environ.get("BENCHMARK_COMMIT", described)
 
 
 def _output(*command: str) -> str | None:

@@ -140,8 +140,8 @@ GRIDS: dict[str, tuple[Grid, ...]] = {
         ),
         Grid(("FLASH_ATTN",), caches=("shared",)),
         Grid(("FLASH_ATTN",), ("fp8",), sizes=(2,), caches=("shared",)),
-        Grid(("FLASH_ATTN",), sizes=(2,), caches=("shared_tp2",)),
     ),
+    "mqa": (Grid(("FLASH_ATTN",), sizes=(2,), caches=("shared_tp2",)),),
     "mla": (
         Grid(("FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA")),
         Grid(("FLASHMLA", "TRITON_MLA"), ("fp8",)),

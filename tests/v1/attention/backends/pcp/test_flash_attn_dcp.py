@@ -412,6 +412,11 @@ class TestOnGpu:
         fa_version: Literal[2, 3],
         interleave: int,
     ) -> None:
+        from vllm.vllm_flash_attn import fa_version_unsupported_reason
+
+        unsupported = fa_version_unsupported_reason(fa_version)
+        if unsupported:
+            pytest.skip(f"FlashAttention {fa_version}: {unsupported}")
         setting = dataclasses.replace(
             GPU_GROUPS[groups],
             fa_version=fa_version,
