@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu.pcp.graphs import (
     PartitionedBatchDescriptor,
     PartitionGraphs,
 )
+from vllm.v1.worker.gpu.pcp.layout import max_local_tokens, plan_partition
 
 
 @pytest.fixture
@@ -37,9 +38,24 @@ def test_nothing_is_padded_before_capture() -> None:
 
 
 def test_sizes_are_those_that_a_rank_can_have() -> None:
-    assert PartitionGraphs.sizes(255) == []
-    assert PartitionGraphs.sizes(700) == [256, 512]
-    assert PartitionGraphs.sizes(10**6)[-1] == 4096
+    assert PartitionGraphs.sizes(40) == [40]
+    assert PartitionGraphs.sizes(255) == [64, 128, 255]
+    assert PartitionGraphs.sizes(700) == [64, 128, 256, 512, 700]
+    assert PartitionGraphs.sizes(512) == [64, 128, 256, 512]
+
+
+@pytest.mark.parametrize(("budget", "num_decodes"), [(8192, 1), (8192, 64), (8192, 256), (2048, 1)])
+def test_decodes_beside_a_full_chunk_fit_into_a_graph(budget: int, num_decodes: int) -> None:
+    """Of a server under load, that is what steps are."""
+    plan = plan_partition(
+        np.array([1] * num_decodes + [budget - num_decodes], dtype=np.int32),
+        np.array([100] * num_decodes + [0], dtype=np.int32),
+        np.array([False] * num_decodes + [True]),
+        pcp_world_size=2,
+    )
+    assert plan is not None
+    sizes = PartitionGraphs.sizes(max_local_tokens(budget, 1024, 2))
+    assert plan.num_tokens_after_padding <= sizes[-1]
 
 
 def test_graphs_read_at_a_fixed_place(graphs: PartitionGraphs) -> None:

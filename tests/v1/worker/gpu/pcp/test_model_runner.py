@@ -3,16 +3,23 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.hooks import RemovableHandle
 
+from vllm.compilation.counter import compilation_counter
+from vllm.distributed.pcp.step import get_step_state
 from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.v1.attention.backends.pcp.mla.latent import PlannedPrefillMixin
 from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec
 from vllm.v1.worker.gpu.pcp import model_runner
+from vllm.v1.worker.gpu.pcp.graphs import PartitionGraphs
 from vllm.v1.worker.gpu.pcp.model_runner import PCPRunnerMixin, with_quant_mode
 
 P = 2
@@ -103,6 +110,80 @@ def test_the_gather_buffer_is_counted_before_the_kv_cache_is_sized(runner: Any) 
     assert runner.model_memory_usage == 100 + 7 * 16
 
 
+def prepare_profile_run(runner: Any, kind: type, impl: object, dcp_size: int = 1) -> None:
+    """Give a runner two layers of a kind."""
+    layers: list[Any] = [object.__new__(kind), object.__new__(kind)]
+    for layer in layers:
+        layer.__dict__["impl"] = impl
+    context = SimpleNamespace(static_forward_context=dict(enumerate(layers)))
+    runner.vllm_config = SimpleNamespace(compilation_config=context)
+    runner.dcp_size, runner.use_dcp, runner.device = dcp_size, dcp_size > 1, "cpu"
+    runner.model_config = SimpleNamespace(dtype=torch.float32, get_hidden_size=lambda: 4)
+    runner.max_num_tokens = 8
+
+
+def test_prefills_of_mla_are_compiled_before_they_are_watched(runner: Any) -> None:
+    """Of vLLM's warm-ups none is long enough."""
+    compiled: list[Any] = []
+
+    class Impl(PlannedPrefillMixin):
+        def __init__(self) -> None:
+            pass
+
+        def warm_up(self, dtype: torch.dtype, device: torch.device) -> None:
+            compiled.append(dtype)
+
+    kind: Any = Impl
+    prepare_profile_run(runner, MLAAttention, kind())
+    runner.profile_run()
+    assert compiled == [torch.float32]
+
+
+class Captured:
+    """A model for CUDA graphs to be made of: notes what runs, and counts as vLLM does."""
+
+    def __init__(self, graphs: PartitionGraphs, *, is_compiled: bool) -> None:
+        self.graphs, self.is_compiled = graphs, is_compiled
+        self.runs: list[tuple[int, int | None, bool]] = []
+        self.hooks: OrderedDict[int, Any] = OrderedDict()
+
+    def register_forward_pre_hook(self, hook: Any) -> RemovableHandle:
+        handle = RemovableHandle(self.hooks)
+        self.hooks[handle.id] = hook
+        return handle
+
+    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor) -> None:
+        assert input_ids.shape == positions.shape
+        replayed_rows = self.graphs.replayed_rows
+        self.runs.append((len(input_ids), replayed_rows, get_step_state().is_partitioned))
+        if replayed_rows and self.is_compiled:
+            compilation_counter.num_cudagraph_captured += 3
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_graphs_of_partitioned_steps_are_captured_if_the_model_has_pieces(
+    runner: Any, monkeypatch: pytest.MonkeyPatch, is_compiled: bool
+) -> None:
+    """Rows that are padded for a graph that does not exist are computed for nothing."""
+    graphs = runner.pcp.graphs = PartitionGraphs()
+    runner.pcp.max_local_tokens = 150
+    runner.model = model = Captured(graphs, is_compiled=is_compiled)
+    runner.device, runner.max_num_reqs, runner.vllm_config = torch.device("cpu"), 4, None
+    runner.model_state = SimpleNamespace(prepare_dummy_inputs=lambda *_: {})
+    for name in ("graph_capture", "set_forward_context"):
+        monkeypatch.setattr(model_runner, name, lambda *_, **__: nullcontext())
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (1000, 2000))
+    assert runner._capture_partition_graphs() == 0
+    # Each as it is, then to be captured; the largest first.
+    sizes = [150, 128, 64] if is_compiled else [150]
+    assert model.runs == [(size, replayed, True) for size in sizes for replayed in (None, size)]
+    assert graphs.num_rows.tolist() == (sizes[::-1] if is_compiled else [])
+    assert len(model.hooks) == is_compiled
+    assert graphs.pad(7) == (64 if is_compiled else 7)
+    assert not get_step_state().is_partitioned
+    assert graphs.replayed_rows is None
+
+
 @pytest.mark.parametrize(
     ("dcp_size", "kind", "num_exchanges"),
     [(2, Attention, 1), (2, MLAAttention, 0), (1, Attention, 0)],
@@ -115,12 +196,7 @@ def test_what_an_exchange_allocates_is_counted_before_the_kv_cache_is_sized(
     monkeypatch.setattr(
         model_runner, "exchange_blocks", lambda pair: exchanged.append(pair[0].shape)
     )
-    layers: dict[str, Any] = {"layer": object.__new__(kind)}
-    context = SimpleNamespace(static_forward_context=layers)
-    runner.vllm_config = SimpleNamespace(compilation_config=context)
-    runner.dcp_size, runner.use_dcp, runner.device = dcp_size, dcp_size > 1, "cpu"
-    runner.model_config = SimpleNamespace(dtype=torch.float32, get_hidden_size=lambda: 4)
-    runner.max_num_tokens = 8
+    prepare_profile_run(runner, kind, object(), dcp_size)
     runner.profile_run()
     assert runner.is_profiled
     assert exchanged == [(dcp_size, 16)] * num_exchanges

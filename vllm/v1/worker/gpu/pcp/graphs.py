@@ -4,8 +4,8 @@
 A rank of a short prefill is done with a layer on the GPU sooner than its host can launch the next
 one: at 4k tokens and P = 2 a layer of experts takes the GPU 1.3 ms and the host 4. So between
 attention layers a partitioned step replays graphs, as smaller steps of vLLM do. They are captured
-for some numbers of rows; a step's rows are padded to the next one, on every rank alike. Larger
-steps keep the GPU busy without.
+for some numbers of rows, whatever sizes other steps have; a step's rows are padded to the next one,
+on every rank alike. Larger steps keep the GPU busy without.
 
 Graphs of partitioned steps and of other steps differ where ranks exchange rows, in layers of
 experts: a descriptor of their own tells them apart.
@@ -36,8 +36,10 @@ EAGER_OPS = {
     "vllm::unified_kv_cache_update",
     "vllm::unified_mla_kv_cache_update",
 }
+SMALL_SIZES = (64, 128)
 ROW_STEP = 256
-MAX_ROWS = 4096
+# Half of a chunk of 8192 tokens, and decodes beside it.
+MAX_ROWS = 4608
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,9 @@ class PartitionGraphs:
     @staticmethod
     def sizes(max_local_tokens: int) -> list[int]:
         """Return the numbers of rows to capture for ranks of at most ``max_local_tokens``."""
-        return list(range(ROW_STEP, min(MAX_ROWS, max_local_tokens) + 1, ROW_STEP))
+        largest = min(MAX_ROWS, max_local_tokens)
+        sizes = (*SMALL_SIZES, *range(ROW_STEP, largest, ROW_STEP), largest)
+        return sorted({size for size in sizes if size <= largest})
 
     @staticmethod
     def are_wanted(manager: CudaGraphManager) -> bool:

@@ -4,19 +4,23 @@
 from __future__ import annotations
 
 import dataclasses
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from vllm.compilation.counter import compilation_counter
 from vllm.config import get_layers_from_vllm_config
 from vllm.distributed.parallel_state import get_dcp_group, graph_capture
 from vllm.distributed.pcp.collectives import broadcast_from_first_rank, gather_rows
 from vllm.distributed.pcp.shard_collectives import exchange_blocks, gather_shards
 from vllm.distributed.pcp.step import REPLICATED, StepState, set_step_state
 from vllm.forward_context import set_forward_context
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.v1.attention.backends.pcp import BACKENDS
+from vllm.v1.attention.backends.pcp.mla.latent import PlannedPrefillMixin
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec, get_kv_quant_mode
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.pcp.graphs import PartitionGraphs
@@ -34,6 +38,8 @@ if TYPE_CHECKING:
     _RunnerBase = GPUModelRunner
 else:
     _RunnerBase = object
+
+logger = init_logger(__name__)
 
 
 class PCPRunnerMixin(_RunnerBase):
@@ -122,11 +128,16 @@ class PCPRunnerMixin(_RunnerBase):
             # NCCL allocates for two ranks when the first of them sends.
             blocks = torch.zeros(self.dcp_size, 16, dtype=torch.uint8, device=self.device)
             exchange_blocks((blocks, torch.empty_like(blocks)))
+        dtype = self.model_config.dtype
+        assert isinstance(dtype, torch.dtype)
+        for layer in get_layers_from_vllm_config(self.vllm_config, MLAAttention).values():
+            if isinstance(layer.impl, PlannedPrefillMixin):
+                # The short prompts of vLLM's warm-up are decodes to most backends.
+                layer.impl.warm_up(dtype, self.device)
+                break
         set_step_state(StepState(is_partitioned=True))
         super().profile_run()
         set_step_state(REPLICATED)
-        dtype = self.model_config.dtype
-        assert isinstance(dtype, torch.dtype)
         shape = (2 * self.max_num_tokens, self.model_config.get_hidden_size())
         torch.empty(shape, dtype=dtype, device=self.device)
 
@@ -146,33 +157,46 @@ class PCPRunnerMixin(_RunnerBase):
         return num_bytes
 
     def _capture_partition_graphs(self) -> int:
-        free_bytes = torch.accelerator.get_memory_info()[0]
+        start, free_bytes = perf_counter(), torch.accelerator.get_memory_info()[0]
+        num_captured = compilation_counter.num_cudagraph_captured
         graphs = self.pcp.graphs
         sizes = graphs.sizes(self.pcp.max_local_tokens)
-        if not sizes:
-            return 0
         graphs.allocate(sizes[-1], self.device)
-        self.model.register_forward_pre_hook(graphs.before_forward)
+        hook = self.model.register_forward_pre_hook(graphs.before_forward)
         set_step_state(StepState(is_partitioned=True))
         with graph_capture(device=self.device):
             # The largest first: the others fit into its memory.
             for num_rows in reversed(sizes):
-                inputs = {
-                    "input_ids": graphs.input_ids[:num_rows],
-                    "positions": graphs.positions[:num_rows],
-                    **self.model_state.prepare_dummy_inputs(
-                        min(num_rows, self.max_num_reqs), num_rows
-                    ),
-                }
-                # Once as it is, which compiles kernels, then to be captured.
-                for replayed_rows in (None, num_rows):
-                    graphs.replayed_rows = replayed_rows
-                    with set_forward_context(None, self.vllm_config, num_tokens=num_rows):
-                        self.model(**inputs)
-        graphs.replayed_rows = None
+                self._capture_partition_graph(num_rows)
+                if compilation_counter.num_cudagraph_captured == num_captured:
+                    # A model that is not compiled, or not in pieces: on every rank alike.
+                    hook.remove()
+                    break
+            else:
+                graphs.num_rows = np.array(sizes)
         set_step_state(REPLICATED)
-        graphs.num_rows = np.array(sizes)
-        return free_bytes - torch.accelerator.get_memory_info()[0]
+        num_bytes = free_bytes - torch.accelerator.get_memory_info()[0]
+        logger.info(
+            "Captured CUDA graphs of partitioned steps of up to %d rows: %.0f s, %.2f GiB",
+            graphs.num_rows.max(initial=0),
+            perf_counter() - start,
+            num_bytes / 2**30,
+        )
+        return num_bytes
+
+    def _capture_partition_graph(self, num_rows: int) -> None:
+        graphs = self.pcp.graphs
+        inputs = {
+            "input_ids": graphs.input_ids[:num_rows],
+            "positions": graphs.positions[:num_rows],
+            **self.model_state.prepare_dummy_inputs(min(num_rows, self.max_num_reqs), num_rows),
+        }
+        # Once as it is, which compiles kernels, then to be captured.
+        for replayed_rows in (None, num_rows):
+            graphs.replayed_rows = replayed_rows
+            with set_forward_context(None, self.vllm_config, num_tokens=num_rows):
+                self.model(**inputs)
+        graphs.replayed_rows = None
 
     @torch.inference_mode()
     def warm_up_gather(self) -> None:

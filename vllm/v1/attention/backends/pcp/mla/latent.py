@@ -327,6 +327,10 @@ class GatherLatentMixin(_ImplBase):
 class PlannedPrefillMixin(GatherLatentMixin, _DenseImplBase):
     """Over a stock implementation of dense MLA: prefill attention by plan, too."""
 
+    def warm_up(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Compile what prefills of a model of this type need."""
+        self._keys_and_values(torch.zeros(1, self.head_size, dtype=dtype, device=device))
+
     def forward_mha(
         self,
         q: torch.Tensor,
