@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,20 @@ if TYPE_CHECKING:
 def is_cpu_build() -> bool:
     """Say whether the installed vLLM runs on CPUs, without importing it."""
     return "cpu" in version("vllm")
+
+
+def one_gpu_options(
+    num_ranks: int, worker_cls: str = "vllm.v1.worker.pcp.gpu_worker.OneGpuPCPWorker"
+) -> dict[str, Any]:
+    """Return arguments of an engine all of whose ranks share GPU 0, none for CPUs."""
+    if is_cpu_build():
+        return {}
+    return {
+        "worker_cls": worker_cls,
+        "distributed_executor_backend": "mp",
+        "disable_custom_all_reduce": True,
+        "gpu_memory_utilization": 0.85 / num_ranks,
+    }
 
 
 def start_engine(model: str, *, kv_gib: float | None = None, **options: Any) -> LLM:
@@ -102,8 +116,32 @@ def time_per_output_token(llm: LLM, prompts: Sequence[Prompt], num_tokens: int) 
     return float(np.mean(seconds))
 
 
+def count_kernels(llm: LLM, run: Callable[[], object]) -> dict[str, float]:
+    """Profile a run, and return what all ranks together have on the GPU; nothing on CPUs.
+
+    Args:
+        llm: An engine with ``layer_probe.LayerProbe``.
+        run: What it is to do.
+
+    Returns:
+        ``num_kernels`` and ``kernel_seconds`` of those that do not communicate, and
+        ``num_collectives``.
+    """
+    llm.collective_rpc("start_profile")
+    run()
+    events = [event for rank in llm.collective_rpc("stop_profile") for event in rank]
+    kernels = [event for event in events if event["is_kernel"]]
+    work = [event for event in kernels if "nccl" not in event["name"].lower()]
+    num_kernels = sum(event["count"] for event in work)
+    return {
+        "num_kernels": num_kernels,
+        "kernel_seconds": sum(event["seconds"] for event in work),
+        "num_collectives": sum(event["count"] for event in kernels) - num_kernels,
+    }
+
+
 def num_kv_tokens(llm: LLM) -> int:
-    """Return how many tokens the engine's KV cache holds."""
+    """Return how many tokens the KV cache of a rank holds."""
     cache_config = llm.llm_engine.vllm_config.cache_config
     assert cache_config.num_gpu_blocks is not None
     return cache_config.num_gpu_blocks * cache_config.block_size

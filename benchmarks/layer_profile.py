@@ -21,7 +21,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from engine import (
-    is_cpu_build,
+    one_gpu_options,
     random_prompts,
     require_partitioned_steps,
     start_engine,
@@ -53,13 +53,8 @@ def measure(
     """Profile one layout of one shape."""
     shape, _, layout = step.partition("/")
     options = dict(LAYOUTS[layout])
-    if options and args.gpus == 1 and not is_cpu_build():
-        options |= {
-            "worker_cls": "vllm.v1.worker.pcp.gpu_worker.OneGpuPCPWorker",
-            "distributed_executor_backend": "mp",
-            "disable_custom_all_reduce": True,
-            "gpu_memory_utilization": 0.4,
-        }
+    if options and args.gpus == 1:
+        options |= one_gpu_options(2)
     llm = start_engine(
         model_folder(shape, num_hidden_layers=args.depths[1]),
         worker_extension_cls="layer_probe.LayerProbe",

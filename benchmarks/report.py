@@ -13,6 +13,8 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
+import dcp_cost
+import kv_capacity
 from ttft_cpu import LAYOUTS, times
 from ttft_gpus_report import ONE
 
@@ -70,13 +72,14 @@ def decode(result: dict[str, Any]) -> list[str]:
     return table(("requests", "P", "ms, median (p10 to p90)", "to P = 1"), rows)
 
 
-def kv_capacity(result: dict[str, Any]) -> list[str]:
+def capacity(result: dict[str, Any]) -> list[str]:
     """Tokens that fit the KV cache."""
-    rows = [
-        (row["pcp_world_size"], row["num_kv_tokens"], f"{row['to_one_gpu']:.3f}")
-        for row in result["ratios"]
-    ]
-    return table(("P", "tokens", "to P = 1"), rows)
+    return table(kv_capacity.HEADERS, [kv_capacity.cells(row) for row in result["ratios"]])
+
+
+def shared_cache(result: dict[str, Any]) -> list[str]:
+    """D = P beside D = 1."""
+    return table(dcp_cost.HEADERS, [dcp_cost.cells(point) for point in result["points"]])
 
 
 def equality(result: dict[str, Any]) -> list[str]:
@@ -245,10 +248,24 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], list[str]]], ...
         "kv_capacity_h200",
         "One H200: KV capacity",
         """
-        Tokens that the engine reports room for, the same shape, 8192 tokens a step, NCCL's own
-        buffers not counted. The bar is 0.99.
+        Tokens that the engine reports room for, by P and D. The bar is 0.99 for P alone, and 0.99 D
+        beside the same P with D = 1. Where there are experts, P ranks have a slice of each. What
+        commit a1ffff5 gave is of rank 0 alone, NCCL's own buffers not counted.
         """,
-        kv_capacity,
+        capacity,
+    ),
+    (
+        "dcp_cost_h200",
+        "One H200: what sharing the KV cache costs",
+        """
+        P ranks with D = P beside the same ranks with D = 1; dummy weights, bf16, 8192 tokens a
+        step. All ranks on one GPU, talking through sockets: a wall time is the work and the socket
+        traffic of all ranks, not latency over NVLink. Kernels: of all ranks, those that communicate
+        apart. MiB: received by a rank, counted at the collectives, of a prefill or of one decode
+        step, and by the formula of [collectives](../../docs/design/collectives.md); rest: experts,
+        logits, sampled tokens. A chunk is one step behind so many cached tokens.
+        """,
+        shared_cache,
     ),
     (
         "equality_h200",

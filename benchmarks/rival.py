@@ -28,7 +28,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from engine import (
-    is_cpu_build,
+    count_kernels,
+    one_gpu_options,
     random_prompts,
     require_partitioned_steps,
     start_engine,
@@ -61,19 +62,14 @@ def engine_options(args: argparse.Namespace, whose: str, size: int) -> dict[str,
     """Return the layout as arguments of the engine."""
     if size == 1:
         return {}
-    options: dict[str, Any] = {
+    shared = (
+        one_gpu_options(size) if whose == OURS else one_gpu_options(size, "one_gpu.OneGpuWorker")
+    )
+    return {
         "prefill_context_parallel_size": size,
         "enable_expert_parallel": args.expert_parallel,
+        **shared,
     }
-    if not is_cpu_build():
-        pcp_worker = "vllm.v1.worker.pcp.gpu_worker.OneGpuPCPWorker"
-        options |= {
-            "worker_cls": pcp_worker if whose == OURS else "one_gpu.OneGpuWorker",
-            "distributed_executor_backend": "mp",
-            "disable_custom_all_reduce": True,
-            "gpu_memory_utilization": 0.85 / size,
-        }
-    return options
 
 
 def measure(
@@ -104,17 +100,9 @@ def measure_prefill(llm: LLM, args: argparse.Namespace, num_tokens: int) -> Row:
     """Time requests of one output token, and count the kernels of one."""
     (prompt,) = random_prompts([num_tokens], SHAPES[args.shape]["vocab_size"])
     seconds = [time_to_first_token(llm, prompt) for _ in range(NUM_WARMUPS + args.repeats)]
-    llm.collective_rpc("start_profile")
-    time_to_first_token(llm, prompt)
-    events = [event for rank in llm.collective_rpc("stop_profile") for event in rank]
-    kernels = [event for event in events if event["is_kernel"]]
-    work = [event for event in kernels if "nccl" not in event["name"].lower()]
     return {
         "seconds": seconds[NUM_WARMUPS:],
-        "num_kernels": sum(event["count"] for event in work),
-        "kernel_seconds": sum(event["seconds"] for event in work),
-        "num_collectives": sum(event["count"] for event in kernels)
-        - sum(event["count"] for event in work),
+        **count_kernels(llm, lambda: time_to_first_token(llm, prompt)),
     }
 
 

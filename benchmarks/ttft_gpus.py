@@ -36,6 +36,7 @@ from engine import (
     greedy,
     is_cpu_build,
     num_kv_tokens,
+    one_gpu_options,
     random_prompts,
     require_partitioned_steps,
     start_engine,
@@ -77,14 +78,10 @@ def engine_options(args: argparse.Namespace, layout: dict[str, Any]) -> dict[str
     options: dict[str, Any] = {**layout}
     if not is_cpu_build():
         options["worker_extension_cls"] = "communication.CommunicationProbe"
-    if args.one_gpu and layout:
-        pcp_worker = "vllm.v1.worker.pcp.gpu_worker.OneGpuPCPWorker"
-        options |= {
-            "worker_cls": pcp_worker if PCP in layout else "one_gpu.OneGpuWorker",
-            "distributed_executor_backend": "mp",
-            "disable_custom_all_reduce": True,
-            "gpu_memory_utilization": 0.85 / args.gpus,
-        }
+    if args.one_gpu and PCP in layout:
+        options |= one_gpu_options(args.gpus)
+    elif args.one_gpu and layout:
+        options |= one_gpu_options(args.gpus, "one_gpu.OneGpuWorker")
     return options
 
 
