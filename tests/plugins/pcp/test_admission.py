@@ -195,6 +195,11 @@ CASES = {
     "decode context parallelism with sparse MLA models": Case(
         "index_topk=8", DEEPSEEK_V32, change=dcp(2)
     ),
+    "decode context parallelism with MLA models on GPUs": Case(
+        "architecture=DeepseekV2ForCausalLM",
+        model=DEEPSEEK,
+        change=all_of(dcp(2), one_gpu("vllm.v1.worker.pcp.gpu_worker.OneGpuPCPWorker")),
+    ),
     "decode context parallelism with sliding windows": Case(
         "sliding_window=64", {"sliding_window": 64}, change=all_of(gpus, dcp(2))
     ),

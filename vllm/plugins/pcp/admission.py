@@ -245,6 +245,15 @@ def _dcp_prefill_backend(config: VllmConfig) -> str | None:
     return f"mla_prefill_backend={backend.name}"
 
 
+def _mla_on_gpus(config: VllmConfig) -> str | None:
+    from vllm.platforms import current_platform
+
+    model = config.model_config
+    if not (model.use_mla and current_platform.is_cuda()):
+        return None
+    return f"architecture={model.architecture}"
+
+
 def _full_graphs(config: VllmConfig) -> str | None:
     mode: CUDAGraphMode | None = config.compilation_config.cudagraph_mode
     return f"cudagraph_mode={mode.name}" if mode is not None and mode.name == "FULL" else None
@@ -433,6 +442,13 @@ RULES: tuple[Rule, ...] = (
         "decode context parallelism with sparse MLA models",
         _with_dcp(_selected_tokens),
         "The indexer's keys have to be gathered over ranks that hold different parts of them",
+        "Set --decode-context-parallel-size 1",
+        status="planned",
+    ),
+    Rule(
+        "decode context parallelism with MLA models on GPUs",
+        _with_dcp(_mla_on_gpus),
+        "Tried on CPU ranks only",
         "Set --decode-context-parallel-size 1",
         status="planned",
     ),
