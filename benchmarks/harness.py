@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ def environment() -> dict[str, Any]:
     script, *arguments = sys.argv
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python", os.path.relpath(script, REPO_ROOT), *arguments]),
+        "command": shlex.join(["python", os.path.relpath(script, REPO_ROOT), *arguments]),
         "commit": _commit(),
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),

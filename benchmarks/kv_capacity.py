@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens that the KV cache holds, by P and D, as each engine itself reports them.
 
-    python benchmarks/kv_capacity.py [--layouts 1x1 2x1 2x2 4x1 4x4] [--shapes deepseek-v2-lite]
+    python benchmarks/kv_capacity.py [--layouts 1x1 2x1 2x2 4x1 4x4] [--shapes qwen3-8b]
 
 One engine start each, all P ranks on GPU 0. Ranks load and profile as they always do, each with
 ``gpu_memory_utilization`` of a whole GPU to fill; the KV cache that the engine then decides on is

@@ -16,7 +16,10 @@ from torch.profiler import ProfilerActivity, profile
 
 
 class LayerProbe(ExpertProbe):
-    """Methods for ``LLM.collective_rpc``; all ranks run them together. Engines are eager."""
+    """Methods for ``LLM.collective_rpc``; all ranks run them together.
+
+    Depth and step times are of eager engines; profiles of any.
+    """
 
     def set_depth(self, num_layers: int) -> None:
         """Run so many of the model's layers from now on, whatever comes of it."""

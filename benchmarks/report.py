@@ -249,8 +249,9 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], list[str]]], ...
         "One H200: KV capacity",
         """
         Tokens that the engine reports room for, by P and D. The bar is 0.99 for P alone, and 0.99 D
-        beside the same P with D = 1. Where there are experts, P ranks have a slice of each. What
-        commit a1ffff5 gave is of rank 0 alone, NCCL's own buffers not counted.
+        beside the same P with D = 1. Where there are experts, P ranks have a slice of each. The
+        figures of commit a1ffff5 are from an earlier form of the script (`--sizes 1 2 8`; today
+        `--layouts 1x1 2x1 8x1`): of rank 0 alone, NCCL's own buffers not counted.
         """,
         capacity,
     ),
@@ -269,7 +270,7 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], list[str]]], ...
     ),
     (
         "equality_h200",
-        "One H200: the same answers",
+        "H200: the same answers",
         """
         Small GQA model, bf16, 37 outputs an engine (1 to 5000 tokens, alone, together, prefix
         hits), all ranks of P = 2 and 4 on one GPU. Errors are of log-probabilities against the
@@ -283,22 +284,22 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], list[str]]], ...
     ),
     (
         "equality_mla_moe_h200",
-        "One H200: the same answers, MLA and experts",
+        "H200: the same answers, MLA and experts",
         """
-        Small DeepSeek-V2-style, Qwen3-MoE-style, GLM-4.5-style and gpt-oss-style models, judged the
-        same way. The error with P = 1 is that of prompts that ran alone. Where tokens are routed, a
-        near-tie between experts is a jump: there the worst error may be four times that of P = 1,
-        the mean twice. EP: whole experts on each rank.
+        Small models in the style of DeepSeek-V2 (mla; it has experts, too) and of Qwen3-MoE (moe),
+        P = 2, judged the same way. The error with P = 1 is that of prompts that ran alone. Where
+        tokens are routed, a near-tie between experts is a jump: there the worst error may be four
+        times that of P = 1, the mean twice. EP: whole experts on each rank.
         """,
         equality,
     ),
     (
         "ttft_gpus_h200",
-        "Two H200s: time to first token, time per output token",
+        "Two H200s: time to first token",
         """
         Dummy weights, routers that route tokens to all experts, bf16, 32768 tokens a step, one
-        request at a time, one output token; decode: prompts of one token, 256 out. TP is stock
-        vLLM's. Factors are to one GPU, of means. The bar for this shape with P = 2 is not to be
+        request at a time, one output token. Factors are to one GPU, of means (README.md: of
+        medians). The bar for this shape with P = 2 is not to be
         slower at 4k, met, and 1.8x at 32k, missed: of a layer's 11.4 ms there collectives and
         waiting for the other rank take 1.0, and keys are up-projected and copied by both ranks.
         Measured before collectives of experts ran beside shared experts.
@@ -344,8 +345,10 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], list[str]]], ...
 )
 
 NOT_MEASURED = """
-Time to first token over a link between GPUs (`benchmarks/ttft_gpus.py`), decode with the broadcast
-on a link, models with MLA or experts, more than one host, AMX and NEON, FlashAttention 2 and 4.
+Over a link between GPUs: dense GQA models, stock tensor parallelism beside PCP, time per output
+token (`benchmarks/ttft_gpus.py`). What sharing the KV cache costs (`benchmarks/dcp_cost.py`). On
+GPUs: FLASHMLA, TRITON_MLA, MLA with an FP8 cache, GLM-4.5 and gpt-oss styles. Memory of the graphs
+of partitioned steps. More than one host, AMX and NEON, FlashAttention 2 and 4.
 """
 
 

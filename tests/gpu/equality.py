@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Same answers with P > 1 on one GPU: models x attention backends x KV cache dtypes x graphs x P.
+"""Same answers with P > 1, the ranks of an engine on one GPU, for all that a model can run with.
 
     python tests/gpu/equality.py --json equality.json [--jobs 9] [--models mla] [--sizes 2]
 
-All ranks of an engine share GPU 0 (``OneGpuPCPWorker``): right tokens, no speed. Engines run small
+Models x attention backends x KV cache dtypes x graphs x P x who holds the experts, the cache; GQA
+alone without ``--models``.
+
+All ranks of an engine share a GPU (``OneGpuPCPWorker``): right tokens, no speed. Engines run small
 checkpoints with proper initialisation on prompts of 1 to 5000 tokens, alone, together, and as
 prefix-cache hits. Ranks sum in another order than one rank does, so that bf16 near-ties may flip.
 Each run is therefore judged against the same model in fp32 (transformers): the error of its
@@ -63,7 +66,7 @@ SUFFIXES = (1, 3, 4, 8, 37, 700)
 CHOICE_STRIDE = 61
 # Of the tokens that a query of the first layer chooses, how many are the same with P = 1.
 MIN_SAME_CHOICE = 0.95
-# Refused to users until all cases here are ok, on which the rules go.
+# Refused to users until all cases here are ok; then the rules go.
 UNTRIED = (
     "decode context parallelism with MLA models on GPUs",
     "sparse MLA models on GPUs",

@@ -6,5 +6,6 @@ kv_gather          one layer's new keys and values of all ranks, without allocat
 kv_shards          who keeps which tokens with D > 1
 shard_collectives  what these ranks keep, their queries and partial results
 collectives        hidden rows back to every rank, sampled tokens in step, experts
+side_stream        where collectives run beside computation
 step               whether the running step is partitioned, and its plan
 """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What runs with ``--prefill-context-parallel-size`` above 1, and what is refused.
 
-``RULES`` lists every refusal; whatever no rule names is admitted. A feature becomes
-supported by deleting its rule. The table in ``docs/support.md`` is ``refusal_table()``,
-and a test keeps the two equal.
+``RULES`` lists every refusal that a configuration shows; whatever no rule names is admitted. A
+feature becomes supported by deleting its rule. The table in ``docs/support.md`` is
+``refusal_table()``, and a test keeps the two equal.
 
 Everything is decided from the configuration, in the process that parses it, so that a
 refusal costs no model load and no GPU memory.

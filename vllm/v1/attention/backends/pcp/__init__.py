@@ -3,7 +3,9 @@
 
 kv_gather  what they share: the mixins over a stock implementation and metadata builder
 flash_attn, flash_attn_diffkv, flashinfer, triton_attn, cpu_attn  one stock backend each
+reshape_and_cache  the cache writer of FLASH_ATTN and FLASHINFER
 mla        the same for backends that cache latents
+flash_attn_metadata  what FLASH_ATTN's rows attend to, with D > 1
 context_plan     what rows attend to where, with D > 1 and keys that are not gathered
 partial_results, merge_partials  merge what ranks get from their parts of the keys
 """

@@ -3,5 +3,8 @@
 
 layout        which rank computes which token: pure numpy, no communication
 manager       PCPManager: turns a scheduled batch into this rank's rows and back
+graphs        PIECEWISE CUDA graphs of partitioned steps
 model_runner  PCPRunnerMixin: where the runner hands its steps to the manager
+copies        index arrays to the device in one transfer
+pooling       embeddings, normalised or not as a request asks
 """

@@ -3,6 +3,7 @@
 
 prefill_plan     which keys each row of a step attends to, up-projected once a request (numpy only)
 device_plan      the same, as kernels take it
+concat_keys      the rotary key behind each head's own part, in one pass
 shared_decode    decodes over a KV cache that ranks share
 prefill_backend  what a plan asks of a prefill backend; flash_attn_prefill is the one that can
 latent           what the backends share: the gather, the builder, the prefill path
