@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import struct
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from random import Random
@@ -19,6 +21,7 @@ from transformers.models.deepseek_v32 import modeling_deepseek_v32 as deepseek_v
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm_moe_dsa
 
 from tests.conftest import Checkpoints, Interpreter
+from tests.e2e.processes import ENV
 from tests.packaging.test_cpu_trial_mla import (
     FP8_VALUES,
     HEADS,
@@ -115,6 +118,27 @@ def test_models_quantise_to_the_nearest_values(interpreter: Interpreter) -> None
     assert scales.shape == (4, 2)
     for value, scale, row in zip(values.view(-1, HEAD_DIM), scales.flatten(), rows, strict=True):
         assert_is_quantised(value.tolist(), float(scale), row)
+
+
+def module_that_quantises() -> str:
+    """Return it for a process that has imported its worker by the time it loads plugins."""
+    import vllm_cpu_trial
+
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    vllm_cpu_trial.register()
+    deepseek_v2: Any = import_module("vllm.model_executor.models.deepseek_v2")
+    module: str = deepseek_v2.per_token_group_quant_fp8.__module__
+    return module
+
+
+def test_models_that_are_there_before_plugins_quantise_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in ENV.items():
+        monkeypatch.setenv(name, value)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        assert pool.submit(module_that_quantises).result() == "vllm_cpu_trial.indexer"
 
 
 def test_keys_are_written_to_their_slots_and_nowhere_else(interpreter: Interpreter) -> None:

@@ -20,6 +20,7 @@ import torch
 
 from vllm.model_executor.layers import sparse_attn_indexer
 from vllm.model_executor.layers.quantization.utils import fp8_utils
+from vllm.model_executor.models import deepseek_v2
 from vllm.utils import deep_gemm
 from vllm_cpu_trial.mla_cache import rows_of
 
@@ -306,8 +307,9 @@ def _within(logits: torch.Tensor, first: torch.Tensor, stop: torch.Tensor) -> to
 
 
 REPLACEMENTS: Sequence[tuple[object, str, object]] = (
-    # Models copy this binding, and are imported later.
     (fp8_utils, "per_token_group_quant_fp8", per_token_group_quant_fp8),
+    # It has copied the binding, and workers import it before they load plugins.
+    (deepseek_v2, "per_token_group_quant_fp8", per_token_group_quant_fp8),
     (deep_gemm, "_fp8_fp4_mqa_logits_impl", mqa_logits),
     (deep_gemm, "_fp8_fp4_paged_mqa_logits_impl", paged_mqa_logits),
     (sparse_attn_indexer.SparseAttnIndexer, "forward_native", forward_native),
