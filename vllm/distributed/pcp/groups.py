@@ -51,7 +51,8 @@ def dcp_group_ranks(
 def init_dcp_group() -> None:
     """Put this package's DCP group in place of the one that vLLM has just initialised.
 
-    Nothing may have kept vLLM's; with P = 1, or where both have the same ranks, it stays.
+    Nothing may have kept the group itself; ``make_pcp_runner`` sets the rank that the stock runner
+    has kept. With P = 1, or where both have the same ranks, vLLM's stays.
 
     Collectives: process groups are created by all ranks of the world.
     """

@@ -2,8 +2,8 @@
 """The vLLM functions that this package wraps, and the guard that installs the wrappers.
 
 Nothing else in the package assigns to an attribute of vLLM, but for one process group
-(``vllm.distributed.pcp.groups``). A seam names the exact source it was
-written for; on any difference nothing is installed and the error lists all of them.
+(``vllm.distributed.pcp.groups``). A seam names the exact source it was written for; on any
+difference nothing is installed and the error lists all of them.
 """
 
 from __future__ import annotations

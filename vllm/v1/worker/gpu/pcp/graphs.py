@@ -91,6 +91,10 @@ class PartitionGraphs:
         index = int(np.searchsorted(self.num_rows, num_rows))
         return int(self.num_rows[index]) if index < self.num_rows.shape[0] else num_rows
 
+    def replays(self, num_rows: int) -> bool:
+        """Say whether a step of exactly so many rows replays graphs."""
+        return num_rows in self.num_rows
+
     def select_inputs(
         self, input_ids: torch.Tensor, positions: torch.Tensor, index: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,7 +106,7 @@ class PartitionGraphs:
             index: ``[num_rows]`` int32, the token of each row.
         """
         num_rows = index.shape[0]
-        if num_rows not in self.num_rows:
+        if not self.replays(num_rows):
             return input_ids.index_select(0, index), positions.index_select(0, index)
         own_ids, own_positions = self.input_ids[:num_rows], self.positions[:num_rows]
         torch.index_select(input_ids, 0, index, out=own_ids)

@@ -308,8 +308,8 @@ class PCPRunnerMixin(_RunnerBase):
         )
         if self._pcp_step is None:
             return batch
-        num_rows = self._pcp_step.plan.num_tokens_after_padding
-        self.pcp.graphs.replayed_rows = num_rows if num_rows in self.pcp.graphs.num_rows else None
+        num_rows, graphs = self._pcp_step.plan.num_tokens_after_padding, self.pcp.graphs
+        graphs.replayed_rows = num_rows if graphs.replays(num_rows) else None
         return self._pcp_step.local_batch
 
     def prepare_attn(

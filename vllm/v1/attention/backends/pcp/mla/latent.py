@@ -475,7 +475,7 @@ class PlannedPrefillMixin(GatherLatentMixin, _DenseImplBase):
         )
         k_pe = latents[:, self.kv_lora_rank :]
         if k_nope.is_cuda and not self._use_flashinfer_concat_mla_k:
-            # The stock way takes two passes, at a third of the memory's speed.
+            # The stock way takes two passes.
             return concat_keys(k_nope, k_pe), v
         return self._concat_k_nope_k_pe(k_nope, k_pe.unsqueeze(1)), v
 
