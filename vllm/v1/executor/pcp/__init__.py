@@ -4,10 +4,16 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+from array import array
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm.config import ParallelConfig
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.kv_cache_interface import KVCacheConfig
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 
 def scheduler_view(parallel_config: ParallelConfig) -> ParallelConfig:
@@ -21,6 +27,32 @@ def scheduler_view(parallel_config: ParallelConfig) -> ParallelConfig:
     return view
 
 
+def with_packed_tokens(scheduler_output: SchedulerOutput) -> SchedulerOutput:
+    """Return a shallow copy in which new requests' tokens are arrays of int32.
+
+    A list is pickled, and unpickled by every rank, token by token, while GPUs wait: a fresh prompt
+    of 32k tokens, which stands there twice, takes 2.6 ms instead of 0.6.
+    """
+    packed = copy.copy(scheduler_output)
+    packed.scheduled_new_reqs = [_pack(request) for request in packed.scheduled_new_reqs]
+    return packed
+
+
+def _pack(request: NewRequestData) -> NewRequestData:
+    prompt, prefill = request.prompt_token_ids, request.prefill_token_ids
+    packed_prompt = _to_array(prompt)
+    packed_prefill = packed_prompt if prefill == prompt else _to_array(prefill)
+    return dataclasses.replace(
+        request, prompt_token_ids=packed_prompt, prefill_token_ids=packed_prefill
+    )
+
+
+def _to_array(tokens: list[int] | None) -> list[int] | None:
+    # Not numpy's: what travels beside the pickle is a view of a buffer that the next message
+    # overwrites.
+    return None if tokens is None else cast("list[int]", array("i", tokens))
+
+
 class PCPMultiprocExecutor(MultiprocExecutor):
     """Multiprocessing executor for P > 1.
 
@@ -32,6 +64,10 @@ class PCPMultiprocExecutor(MultiprocExecutor):
     def _post_init_executor(self) -> None:
         super()._post_init_executor()
         self.vllm_config.parallel_config = scheduler_view(self.parallel_config)
+
+    def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
+        """Have the workers run a step."""
+        return super().execute_model(with_packed_tokens(scheduler_output), non_block)
 
     def initialize_from_config(self, kv_cache_configs: list[KVCacheConfig]) -> None:
         """Hand the KV cache layout to the workers, once sure that it was sized with DCP alone."""

@@ -26,6 +26,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.pcp.graphs import PartitionGraphs
 from vllm.v1.worker.gpu.pcp.manager import PCPManager, PCPStep
 from vllm.v1.worker.gpu.pcp.pooling import EmbeddingRunner
+from vllm.v1.worker.gpu.pcp.token_ids import PackedTokenIds
 
 if TYPE_CHECKING:
     from vllm.sequence import IntermediateTensors
@@ -380,6 +381,7 @@ def make_pcp_runner(runner: Any) -> PCPRunnerMixin:
     runner.__class__ = type(f"PCP{stock.__name__}", (PCPRunnerMixin, stock), {})
     assert isinstance(runner, PCPRunnerMixin)
     runner.pcp = PCPManager(runner.vllm_config, runner.device)
+    PackedTokenIds.take_over(runner.req_states.all_token_ids)
     # The stock runner has asked the group that vLLM had cut out of TP.
     runner.dcp_rank = get_dcp_group().rank_in_group
     return runner
