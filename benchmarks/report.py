@@ -111,7 +111,8 @@ def equality(result: dict[str, Any]) -> list[str]:
             )
         )
     heads = ("model", "backend", "KV", "graphs", "ok", "largest error", "with P = 1", "other token")
-    return table(heads, rows)
+    commits = sorted({case["commit"] for case in result["cases"] if "commit" in case})
+    return table(heads, rows) + [f"Engines ran at commit {', '.join(commits)}."] * bool(commits)
 
 
 def by_layout(result: dict[str, Any], kind: str, x: str, digits: int) -> list[str]:

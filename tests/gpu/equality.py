@@ -56,7 +56,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from checkpoints import KINDS, VOCAB_SIZE, Reference, save_checkpoint
-from harness import write_json
+from harness import environment, write_json
 
 TOGETHER = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 100, 257, 300, 511, 1000, 1537, 3000, 5000)
 ALONE = (1, 3, 4, 5, 8, 9, 100, 400, 1000, 5000)
@@ -259,7 +259,13 @@ def run_engine(case: Case, folder: Path) -> None:
     llm.collective_rpc(watch_synchronisation)
     llm.generate(TokensPrompt(prompt_token_ids=[*range(1999)]), sampling, use_tqdm=False)
     syncs = sorted(set(llm.collective_rpc(synchronisations)[0]))
-    result = {"answers": answers, "stats": stats, "syncs": syncs, "choices": choices}
+    result = {
+        "commit": environment()["commit"],
+        "answers": answers,
+        "stats": stats,
+        "syncs": syncs,
+        "choices": choices,
+    }
     (folder / f"{case.name}.json").write_text(json.dumps(result))
     del llm
 
@@ -429,6 +435,7 @@ def judge(cases: list[Case], folder: Path) -> list[dict[str, Any]]:
         if case in runs:
             stats = runs[case]["stats"]
             row |= {
+                "commit": runs[case]["commit"],
                 "outputs": len(errors[case]),
                 "error": max(errors[case]),
                 "error_alone": max(errors[case][len(TOGETHER) :]),
