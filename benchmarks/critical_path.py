@@ -67,7 +67,13 @@ def measure_prefill(llm: LLM, args: argparse.Namespace, num_tokens: int) -> list
     (prompt,) = random_prompts([num_tokens], SHAPES[args.shape]["vocab_size"])
     ranks = [(size, rank) for size in [1, *args.sizes] for rank in range(size)]
     rows: dict[Rank, Row] = {
-        (size, rank): {"pcp_world_size": size, "pcp_rank": rank, "seconds": [], "gpu_seconds": []}
+        (size, rank): {
+            "pcp_world_size": size,
+            "pcp_rank": rank,
+            "seconds": [],
+            "gpu_seconds": [],
+            "indexer_seconds": [],
+        }
         for size, rank in ranks
     }
     num_warmups, num_repeats = (1, 3) if num_tokens >= LONG else (2, args.repeats)
@@ -76,6 +82,7 @@ def measure_prefill(llm: LLM, args: argparse.Namespace, num_tokens: int) -> list
             llm.collective_rpc("play_rank", args=rank)
             seconds = time_to_first_token(llm, prompt)
             (steps,) = llm.collective_rpc("take_step_seconds")
+            (indexers,) = llm.collective_rpc("take_indexer_seconds")
             if rank[0] > 1:
                 stats = require_partitioned_steps(llm)
                 rows[rank]["num_gathered_bytes"] = stats["num_gathered_bytes"]
@@ -84,6 +91,7 @@ def measure_prefill(llm: LLM, args: argparse.Namespace, num_tokens: int) -> list
             if repeat >= num_warmups:
                 rows[rank]["seconds"].append(seconds)
                 rows[rank]["gpu_seconds"].append(sum(steps))
+                rows[rank]["indexer_seconds"].append(sum(indexers))
     return [{"num_tokens": num_tokens, **row} for row in rows.values()]
 
 
@@ -123,6 +131,7 @@ def prefill_summary(rows: Sequence[Row]) -> list[Row]:
                     "slowest_rank": slowest["pcp_rank"],
                     "seconds": seconds,
                     "gpu_seconds": spread(slowest["gpu_seconds"]),
+                    "indexer_seconds": spread(slowest.get("indexer_seconds", [0.0])),
                     "slowest_to_fastest": seconds["median"] / median(fastest["seconds"]),
                     "speed_up": one_gpu / seconds["median"],
                     "share_of_ideal": one_gpu / seconds["median"] / size,
@@ -182,12 +191,23 @@ def print_report(rows: Sequence[Row]) -> None:
                 row["slowest_rank"],
                 *(1e3 * seconds[key] for key in ("median", "p10", "p90")),
                 1e3 * row["gpu_seconds"]["median"],
+                1e3 * row["indexer_seconds"]["median"],
                 row["slowest_to_fastest"],
                 f"{row['speed_up']:.2f}x",
                 f"{row['share_of_ideal']:.1%}",
             ]
         )
-    headers = ["tokens", "P", "slowest rank", "median ms", "p10", "p90", "GPU ms", "to fastest"]
+    headers = [
+        "tokens",
+        "P",
+        "slowest rank",
+        "median ms",
+        "p10",
+        "p90",
+        "GPU ms",
+        "indexers ms",
+        "to fastest",
+    ]
     print_table([*headers, "speed-up", "of ideal"], table)
     table = []
     for row in decode_summary(rows):

@@ -68,6 +68,53 @@ _DEEPSEEK_V2_LITE = {
     "tie_word_embeddings": False,
 }
 
+# DeepSeek-V3.2's layers, narrower, and fewer of them and of the experts.
+_DEEPSEEK_V32 = {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 129280,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 2048,
+    "num_experts_per_tok": 8,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "max_position_embeddings": 163840,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "tie_word_embeddings": False,
+}
+
 # Qwen3-30B-A3B, published configuration but for the positions.
 _QWEN3_30B_A3B = _QWEN3 | {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -106,6 +153,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "deepseek-v2-lite": _DEEPSEEK_V2_LITE,
+    "deepseek-v32-8-layers": _DEEPSEEK_V32,
+    # For what can be timed on one rank alone.
+    "deepseek-v32-8-dense-layers": _DEEPSEEK_V32 | {"first_k_dense_replace": 8},
     "qwen3-30b-a3b": _QWEN3_30B_A3B,
     # To try a benchmark out.
     "tiny-mla": _DEEPSEEK_V2_LITE
@@ -121,6 +171,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         "v_head_dim": 32,
         "n_routed_experts": 16,
         "moe_intermediate_size": 128,
+    },
+    "tiny-sparse": _DEEPSEEK_V32
+    | {
+        "vocab_size": 1024,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 128,
+        "kv_lora_rank": 256,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "index_n_heads": 4,
+        "index_topk": 64,
+        "first_k_dense_replace": 2,
     },
     "tiny-moe": _QWEN3_30B_A3B
     | {
@@ -147,7 +213,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 # Which of ``checkpoints.KINDS`` is built as a shape is.
-_KINDS = {"Qwen3ForCausalLM": "gqa", "DeepseekV2ForCausalLM": "mla", "Qwen3MoeForCausalLM": "moe"}
+_KINDS = {
+    "Qwen3ForCausalLM": "gqa",
+    "DeepseekV2ForCausalLM": "mla",
+    "DeepseekV32ForCausalLM": "sparse",
+    "Qwen3MoeForCausalLM": "moe",
+}
 
 
 def kind(shape: str) -> str:

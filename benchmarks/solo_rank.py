@@ -5,7 +5,7 @@ The engine has one rank, and its worker is told which rank of how many it plays.
 all kernels run as on that rank of P: the same rows, the same slots, the same gathered bytes written
 to the cache. Only the collectives send nothing, and the KV rows of other ranks are random numbers.
 So the tokens are wrong, and the time is a rank's critical path less communication. Experts are not
-shared here: dense models only, with MLA or without.
+shared here: layers without experts only, whatever their attention.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from vllm.distributed.parallel_state import GroupCoordinator, get_pcp_group
 from vllm.distributed.pcp import kv_gather
 from vllm.distributed.pcp.kv_gather import KVGather
 from vllm.distributed.pcp.step import REPLICATED, set_step_state
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer
+from vllm.model_executor.models.deepseek_v2 import Indexer
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.pcp.mla.latent import PlanPrefillMixin
 from vllm.v1.worker.gpu.pcp.manager import PCPManager
@@ -36,6 +38,7 @@ else:
 
 # What dummy weights make of keys and values, about.
 OTHER_RANKS_STD = 1e-3
+Events = tuple[torch.cuda.Event, torch.cuda.Event]
 
 
 class SoloGroup(GroupCoordinator):
@@ -116,10 +119,27 @@ class SoloRankWorker(_Worker):
     def init_device(self) -> None:
         """Build the device and a PCP runner as usual, then put the solo group below them."""
         super().init_device()
-        self._step_events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._step_events: list[Events] = []
+        self._indexer_events: list[Events] = []
         additional_config = self.vllm_config.additional_config
         assert isinstance(additional_config, dict)
         self.play_rank(additional_config["pcp_world_size"], 0)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the model, and time its indexers from now on."""
+        super().load_model(*args, **kwargs)
+        if self.device.type == "cuda":
+            for module in self.get_model().modules():
+                if isinstance(module, Indexer):
+                    module.register_forward_pre_hook(self._begin_indexer)
+                    module.register_forward_hook(self._end_indexer)
+
+    def _begin_indexer(self, *_: Any) -> None:
+        self._indexer_events.append((cuda_event(), cuda_event()))
+        self._indexer_events[-1][0].record()
+
+    def _end_indexer(self, *_: Any) -> None:
+        self._indexer_events[-1][1].record()
 
     def play_rank(self, pcp_world_size: int, pcp_rank: int) -> None:
         """Go on as rank ``pcp_rank`` of ``pcp_world_size``; one of one runs vLLM's own classes.
@@ -155,6 +175,9 @@ class SoloRankWorker(_Worker):
             impls = self._pcp_impls
         for layer, impl in zip(layers, impls, strict=True):
             layer.impl = impl
+        for indexer in self.get_model().modules() if layers else ():
+            if isinstance(indexer, SparseAttnIndexer):
+                _rebind(indexer, SparseAttnIndexer if is_stock else type(indexer))
         self._is_stock = is_stock
 
     def prefill_as_stock(self, is_stock: bool) -> None:
@@ -169,8 +192,10 @@ class SoloRankWorker(_Worker):
 
     def _attention_layers(self) -> list[Any]:
         """Return the model's attention layers, none before it is loaded."""
-        layer_type: type[Any] = AttentionLayerBase
-        return list(get_layers_from_vllm_config(self.vllm_config, layer_type).values())
+        layers: dict[str, Any] = {}
+        for layer_type in (Attention, MLAAttention):
+            layers |= get_layers_from_vllm_config(self.vllm_config, layer_type)
+        return list(layers.values())
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """Run a step between two events, on a GPU."""
@@ -188,13 +213,30 @@ class SoloRankWorker(_Worker):
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         events, self._step_events = self._step_events, []
-        return [begin.elapsed_time(end) / 1e3 for begin, end in events]
+        return _seconds(events)
+
+    def take_indexer_seconds(self) -> list[float]:
+        """Return how long each indexer since the last call was on the GPU; a prefill has many."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        events, self._indexer_events = self._indexer_events, []
+        return _seconds(events)
 
     def num_collectives(self) -> int:
         """Return how many collectives this rank has taken part in since it plays it."""
         group = get_pcp_group()
         assert isinstance(group, SoloGroup)
         return group.num_collectives
+
+
+def _seconds(events: list[Events]) -> list[float]:
+    return [begin.elapsed_time(end) / 1e3 for begin, end in events]
+
+
+def _rebind(indexer: Any, owner: type[Any]) -> None:
+    """Let an indexer run what a class of its own runs; it has chosen a method when it was built."""
+    name = indexer._forward_method.__name__
+    indexer._forward_method = getattr(owner, name).__get__(indexer)
 
 
 def _stock_class(instance: object) -> type[Any]:

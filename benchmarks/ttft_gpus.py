@@ -57,7 +57,7 @@ EP = "enable_expert_parallel"
 # Prompts for comparing tokens: around 2P, around blocks of 16, in one step and in several.
 EQUALITY_LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33, 100, 257, 1000, 2047, 2500, 5000)
 EQUALITY_TOKENS = 16
-DEFAULT_SHAPES = ("qwen3-8b", "deepseek-v2-lite", "qwen3-30b-a3b")
+DEFAULT_SHAPES = ("qwen3-8b", "deepseek-v2-lite", "qwen3-30b-a3b", "deepseek-v32-8-layers")
 
 
 def layouts(shape: str, num_gpus: int) -> dict[str, dict[str, Any]]:
