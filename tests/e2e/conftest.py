@@ -111,6 +111,16 @@ class Engines:
         several = dataclasses.replace(one, pcp=pcp, tp=tp, **dataclasses.asdict(sharing))
         return Pair(self.results_of(one), self.results_of(several), pcp, SHARED_SIZES)
 
+    def offloading_results(
+        self, name: str, pcp: int, tp: int, dcp: int, connector: str
+    ) -> tuple[EngineResults, EngineResults]:
+        """Return what one rank gives, and what ranks give that offload their KV cache."""
+        one = dataclasses.replace(
+            self.spec(name, 1, 1), sizes=SHARED_SIZES, scenarios=("evicted_prefixes",)
+        )
+        several = dataclasses.replace(one, pcp=pcp, tp=tp, dcp=dcp, offloading=connector)
+        return self.results_of(one), self.results_of(several)
+
     def results(self, name: str, pcp: int, tp: int, ep: bool = False) -> EngineResults:
         """Return what an engine gives."""
         return self.results_of(self.spec(name, pcp, tp, ep))

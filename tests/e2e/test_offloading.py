@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that offload their KV cache answer as one rank does that computes all anew."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.compare import TOLERANCE, require_same_answer
+from tests.e2e.conftest import SHARED_SIZES, Engines
+from tests.e2e.results import ScenarioResults
+from tests.e2e.scenarios import num_evicted_blocks
+
+pytestmark = pytest.mark.slow
+
+# Model, P, TP, D, what offloads.
+CASES = (
+    ("qwen3", 2, 1, 1, "native"),
+    ("qwen3", 2, 2, 1, "simple"),
+    ("deepseek_v2", 2, 1, 1, "native, two blocks at a time"),
+    ("deepseek_v2", 2, 1, 2, "native"),
+    ("deepseek_v2", 2, 1, 2, "native, two blocks at a time"),
+    ("deepseek_v2", 2, 1, 2, "simple"),
+    ("deepseek_v2", 2, 1, 2, "simple, late"),
+    ("deepseek_v2", 2, 2, 4, "native"),
+    ("deepseek_v32", 2, 1, 1, "native"),
+)
+
+
+@pytest.fixture(
+    scope="module", params=CASES, ids=lambda case: "{}-pcp{}-tp{}-dcp{}-{}".format(*case)
+)
+def runs(
+    request: pytest.FixtureRequest, engines: Engines
+) -> tuple[ScenarioResults, ScenarioResults]:
+    """Return what one rank gives that offloads nothing, and what the case gives."""
+    one, several = engines.offloading_results(*request.param)
+    return one.scenarios["evicted_prefixes"], several.scenarios["evicted_prefixes"]
+
+
+def test_answers(runs: tuple[ScenarioResults, ScenarioResults]) -> None:
+    one, several = runs
+    for index, answers in enumerate(zip(one.requests, several.requests, strict=True)):
+        require_same_answer(*answers, where=f"request {index}", tolerance=TOLERANCE)
+    print(one.num_loaded_tokens, several.num_loaded_tokens, one.num_steps, several.num_steps)
+    print([r["num_cached_tokens"] for r in one.requests], [r["num_cached_tokens"] for r in several.requests])
+    print(several.stats)
+
+
+def test_evicted_prefixes_are_loaded(runs: tuple[ScenarioResults, ScenarioResults]) -> None:
+    one, several = runs
+    num_tokens = num_evicted_blocks(SHARED_SIZES) * SHARED_SIZES.block_size
+    assert several.num_loaded_tokens == 2 * num_tokens
