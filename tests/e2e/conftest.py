@@ -115,9 +115,7 @@ class Engines:
         self, name: str, pcp: int, tp: int, dcp: int, connector: str
     ) -> tuple[EngineResults, EngineResults]:
         """Return what one rank gives, and what ranks give that offload their KV cache."""
-        one = dataclasses.replace(
-            self.spec(name, 1, 1), sizes=SHARED_SIZES, scenarios=OFFLOADED
-        )
+        one = dataclasses.replace(self.spec(name, 1, 1), sizes=SHARED_SIZES, scenarios=OFFLOADED)
         several = dataclasses.replace(one, pcp=pcp, tp=tp, dcp=dcp, offloading=connector)
         return self.results_of(one), self.results_of(several)
 

@@ -115,7 +115,7 @@ class TorchOffloadingWorker(OffloadingWorker):
         """Yield for each block: its group, its number, and its block and place in the CPU tier."""
         blocks, cpu_blocks = iter(cache_spec.block_ids), iter(cpu_spec.block_ids)
         for group, num_blocks in enumerate(cache_spec.group_sizes):
-            first = cache_spec.block_indices[group]
+            first, cpu_block = cache_spec.block_indices[group], -1
             for index in range(first, first + num_blocks):
                 part = index % self.block_size_factor
                 if part == 0 or index == first:

@@ -47,6 +47,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.executor.pcp import scheduler_view
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, GPULoadStoreSpec
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.simple_kv_offload.metadata import (
@@ -139,9 +140,7 @@ def jobs(meta: Any, factor: int) -> Iterator[Job]:
         yield Job(number, True, *native_blocks(job.src_spec, job.dst_spec, factor))
 
 
-def native_blocks(
-    cache: Any, tier: Any, factor: int
-) -> tuple[list[int], list[tuple[int, int]]]:
+def native_blocks(cache: Any, tier: Any, factor: int) -> tuple[list[int], list[tuple[int, int]]]:
     assert isinstance(cache, GPULoadStoreSpec)
     assert isinstance(tier, BlockIDsLoadStoreSpec)
     (first,) = cache.block_indices
@@ -322,7 +321,7 @@ class StockWorker:
         self.kv_cache_config = kv_cache_config
 
 
-class Worker(PCPWorkerMixin, StockWorker):  # type: ignore[misc]
+class Worker(PCPWorkerMixin, StockWorker):
     def __init__(self, vllm_config: VllmConfig) -> None:
         self.vllm_config = vllm_config
 
@@ -346,6 +345,7 @@ def test_workers_agree_with_the_engine_core(
         assert ours.connector_worker is not None
         assert theirs.connector_scheduler is not None
         spec = ours.connector_worker.spec
+        assert isinstance(spec, CPUOffloadingSpec)
         (group,) = theirs.connector_scheduler.config.kv_group_configs
         assert spec.gpu_block_size == (group.gpu_block_size,) == (world[2] * BLOCK_SIZE,)
         assert spec.block_size_factor == factor
