@@ -15,6 +15,7 @@ pytestmark = pytest.mark.slow
 # Model, P, TP, D, what offloads.
 CASES = (
     ("qwen3", 2, 2, 1, "native"),
+    ("gemma3", 2, 1, 1, "native"),
     ("deepseek_v2", 2, 1, 1, "native, two blocks at a time"),
     ("deepseek_v2", 2, 1, 2, "native, two blocks at a time"),
     ("deepseek_v2", 2, 1, 2, "simple, late"),

@@ -24,12 +24,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.extend(str(Path(__file__).parents[2] / folder) for folder in ("", "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
+import equality
 from checkpoints import KINDS, VOCAB_SIZE, Reference, save_checkpoint
 from harness import write_json
-
-from tests.gpu import equality
 
 # Tokens of a block on all ranks that share it, and of the whole KV cache.
 SHARED_BLOCK_SIZE, CACHE_TOKENS = 128, 6144
