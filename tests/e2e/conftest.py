@@ -14,7 +14,7 @@ from tests.conftest import Checkpoints
 from tests.e2e.compare import Pair
 from tests.e2e.processes import REPO_ROOT, Forks
 from tests.e2e.results import EngineResults, Spec
-from tests.e2e.scenarios import Sizes
+from tests.e2e.scenarios import OFFLOADED, Sizes
 
 RANDOM_SIZES = Sizes(block_size=32, num_blocks=64, max_num_batched_tokens=256, max_model_len=1024)
 # Where all layers have a window, vLLM takes blocks of 16; CPU workers would go by --block-size.
@@ -110,6 +110,14 @@ class Engines:
         )
         several = dataclasses.replace(one, pcp=pcp, tp=tp, **dataclasses.asdict(sharing))
         return Pair(self.results_of(one), self.results_of(several), pcp, SHARED_SIZES)
+
+    def offloading_results(
+        self, name: str, pcp: int, tp: int, dcp: int, connector: str
+    ) -> tuple[EngineResults, EngineResults]:
+        """Return what one rank gives, and what ranks give that offload their KV cache."""
+        one = dataclasses.replace(self.spec(name, 1, 1), sizes=SHARED_SIZES, scenarios=OFFLOADED)
+        several = dataclasses.replace(one, pcp=pcp, tp=tp, dcp=dcp, offloading=connector)
+        return self.results_of(one), self.results_of(several)
 
     def results(self, name: str, pcp: int, tp: int, ep: bool = False) -> EngineResults:
         """Return what an engine gives."""

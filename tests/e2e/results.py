@@ -22,7 +22,7 @@ class Spec:
         sizes: Of the engine.
         pcp: Ranks that a prefill is split over.
         tp: Ranks that heads are split over.
-        scenarios: Names of those to run; empty for all.
+        scenarios: Names of those to run; empty for all but ``OFFLOADED``.
         text: File that prompts are cut from; None for random tokens.
         is_pooling: Embeds prompts, instead of generating.
         is_sparse: Chooses the tokens to attend to, and has the choices written down.
@@ -30,6 +30,8 @@ class Spec:
         dcp: Ranks that share one copy of the KV cache.
         interleave: Tokens that such a rank keeps in a row.
         caches_prefixes: Whether prompts are looked up in the KV cache.
+        offloading: Connector that offloads the KV cache to CPU memory, one of
+            ``tests.e2e.engine.CONNECTORS``; empty for none.
         forks: Forks its ranks, which saves time; spawned ranks, the normal ones, differ in the
             order of their sets.
     """
@@ -46,6 +48,7 @@ class Spec:
     dcp: int = 1
     interleave: int = 1
     caches_prefixes: bool = True
+    offloading: str = ""
     forks: bool = False
 
     def save(self, path: Path) -> None:
@@ -73,6 +76,7 @@ class ScenarioResults:
         num_steps: Steps of the engine.
         num_preemptions: Requests preempted.
         kv_cache_usage: Share of the KV cache in use at the end.
+        num_loaded_tokens: Tokens that a connector found, and loaded into the KV cache.
     """
 
     requests: list[dict[str, Any] | None]
@@ -82,6 +86,7 @@ class ScenarioResults:
     num_steps: int = 0
     num_preemptions: int = 0
     kv_cache_usage: float = 0.0
+    num_loaded_tokens: int = 0
 
 
 @dataclass(slots=True)

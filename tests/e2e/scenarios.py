@@ -15,6 +15,8 @@ from typing import Any
 
 # 1 to 2P+1 tokens for P up to 5.
 SHORT = range(1, 12)
+# Scenarios that are about a second tier of the KV cache.
+OFFLOADED = ("evicted_prefixes",)
 # What a prefix hit leaves: 1, P-1, P, 2P-1, 2P+1 for P up to 4, and some odd numbers.
 REMAINDERS = (*range(1, 10), 11, 23, 37)
 
@@ -132,6 +134,7 @@ def scenarios(sizes: Sizes, tokens: Sequence[int]) -> dict[str, Scenario]:
             logprobs,
             prompt_logprobs,
             structured_output,
+            evicted_prefixes,
         )
     }
 
@@ -291,4 +294,31 @@ def structured_output(sizes: Sizes, tape: Tape) -> Scenario:
         Request(tape.take(32), params),
         Request(tape.take(12), {**params, "temperature": 1.0, "seed": 5}),
         Request(tape.take(23)),
+    ]
+
+
+def num_evicted_blocks(sizes: Sizes) -> int:
+    """Return how long the prefixes are that ``evicted_prefixes`` asks for twice."""
+    return 3 * sizes.num_blocks // 8
+
+
+def evicted_prefixes(sizes: Sizes, tape: Tape) -> Scenario:
+    """Prefixes of prompts come back when later prompts have taken all of their blocks.
+
+    Two at a time, beside a prompt that is being chunked; one leaves a single token to compute.
+    """
+    num_tokens = num_evicted_blocks(sizes) * sizes.block_size
+    prefixes = [tape.take(num_tokens) for _ in range(5)]
+    # Each is over when the next one comes.
+    gap = num_tokens // sizes.max_num_batched_tokens + 4
+    requests = [
+        Request(prefix + tape.take(1 + index), {"max_tokens": 2}, arrives=gap * index)
+        for index, prefix in enumerate(prefixes)
+    ]
+    start = gap * len(prefixes)
+    return [
+        *requests,
+        Request(prefixes[0] + tape.take(1), arrives=start),
+        Request(tape.take(sizes.max_num_batched_tokens + 9), arrives=start),
+        Request(prefixes[1] + tape.take(37), arrives=start + 1),
     ]

@@ -48,6 +48,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from statistics import mean
@@ -70,6 +71,7 @@ MIN_SAME_CHOICE = 0.95
 UNTRIED = (
     "decode context parallelism with MLA models on GPUs",
     "sparse MLA models on GPUs",
+    "KV cache offloading on GPUs",  # offload.py has its cases
 )
 NUM_OUTPUT_TOKENS = 12
 # Seconds between engines that start: they find in caches what those before have compiled.
@@ -346,29 +348,45 @@ def synchronisations(worker: Any) -> list[str]:
     return noted
 
 
-def child(case: Case, folder: Path, gpu: int) -> None:
+def child(case: Any, folder: Path, gpu: int, run: Callable[[Any, Path], None]) -> None:
     """Run one engine on one GPU with its output in a log file of its own."""
     os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
     log = os.open(folder / f"{case.name}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
     try:
-        run_engine(case, folder)
+        run(case, folder)
     except BaseException:
         traceback.print_exc()
         raise
 
 
-def run_all(cases: list[Case], folder: Path, jobs: int, gpus: int, deadline: float) -> None:
-    """Run every case, some at a time; what has not started by the deadline is left out."""
+def run_all(
+    cases: Sequence[Any],
+    folder: Path,
+    jobs: int,
+    gpus: int,
+    deadline: float,
+    run: Callable[[Any, Path], None] = run_engine,
+) -> None:
+    """Run every case, some at a time; what has not started by the deadline is left out.
+
+    Args:
+        cases: With a ``name`` each.
+        folder: Where results and logs go.
+        jobs: Engines at a time.
+        gpus: Over which they are spread.
+        deadline: Of ``time.monotonic()``.
+        run: Runs a case and writes its results to the folder.
+    """
     waiting = list(cases)
     places = [job % gpus for job in reversed(range(jobs))]
-    running: dict[Any, tuple[Case, Any, int, float]] = {}
+    running: dict[Any, tuple[Any, Any, int, float]] = {}
     while waiting or running:
         now = time.monotonic()
         if waiting and places and now < deadline:
             case, gpu = waiting.pop(0), places.pop()
-            process = FORK.Process(target=child, args=(case, folder, gpu), daemon=False)
+            process = FORK.Process(target=child, args=(case, folder, gpu, run), daemon=False)
             process.start()
             running[process.sentinel] = (case, process, gpu, now)
         elif not running:
@@ -567,9 +585,8 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> int:
-    """Run, judge, print; exit status 1 unless every case is ok."""
-    args = parse_args()
+def set_environment() -> None:
+    """Prepare this process for forking engines, ahead of the first import of vLLM."""
     os.environ |= {
         "VLLM_WORKER_MULTIPROC_METHOD": "fork",
         "VLLM_USE_V2_MODEL_RUNNER": "1",
@@ -577,6 +594,12 @@ def main() -> int:
         # A pool of OpenMP threads does not survive a fork.
         "OMP_NUM_THREADS": "1",
     }
+
+
+def main() -> int:
+    """Run, judge, print; exit status 1 unless every case is ok."""
+    args = parse_args()
+    set_environment()
     import vllm.v1.worker.gpu.model_runner  # noqa: F401  (forked engines have it)
 
     start = time.monotonic()

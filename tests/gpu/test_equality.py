@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of ``equality.py`` that fits a test run: P = 2, eager and with CUDA graphs."""
+"""The parts of ``equality.py`` and ``offload.py`` that fit a test run: P = 2."""
 
 from __future__ import annotations
 
@@ -15,7 +15,18 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
-SCRIPT = Path(__file__).with_name("equality.py")
+FOLDER = Path(__file__).parent
+
+
+def require_success(script: str, *options: str | Path) -> None:
+    run = subprocess.run(
+        [sys.executable, FOLDER / script, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout
 
 
 @pytest.mark.parametrize(
@@ -37,11 +48,9 @@ SCRIPT = Path(__file__).with_name("equality.py")
 def test_answers_are_as_good_as_with_one_rank(model: str, backend: str, tmp_path: Path) -> None:
     options = ["--models", model, "--backends", backend, "--sizes", "2"]
     options += ["--graphs", "eager", "FULL_AND_PIECEWISE"]
-    run = subprocess.run(
-        [sys.executable, SCRIPT, *options, "--folder", tmp_path],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout
+    require_success("equality.py", *options, "--folder", tmp_path)
+
+
+@pytest.mark.parametrize("model", ["gqa", "mla"])
+def test_what_was_offloaded_comes_back(model: str, tmp_path: Path) -> None:
+    require_success("offload.py", "--models", model, "--folder", tmp_path)

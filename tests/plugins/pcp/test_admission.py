@@ -153,6 +153,12 @@ def one_gpu(worker_cls: str) -> Change:
 gpus = one_gpu("some.other.Worker")
 
 
+def connector(name: str, **extra: Any) -> dict[str, Any]:
+    """Return engine arguments that choose a KV connector."""
+    config = KVTransferConfig(name, kv_role="kv_both", kv_connector_extra_config=extra)
+    return {"kv_transfer_config": config}
+
+
 def all_of(*changes: Change) -> Change:
     def change(config: VllmConfig, patch: pytest.MonkeyPatch) -> None:
         for one in changes:
@@ -362,15 +368,16 @@ CASES = {
     "fast prefill with shared KV caches": Case(
         "kv_sharing_fast_prefill=True", args={"kv_sharing_fast_prefill": True}
     ),
-    "KV connectors": Case(
-        "kv_connector=ExampleConnector",
-        args={
-            "kv_transfer_config": KVTransferConfig(
-                kv_connector="ExampleConnector", kv_role="kv_both"
-            )
-        },
+    "KV connectors that do more than offload": Case(
+        "kv_connector=ExampleConnector", args=connector("ExampleConnector")
     ),
-    "KV cache offloading": Case("kv_offloading_size=1.0", args={"kv_offloading_size": 1.0}),
+    "KV cache offloading to other places than CPU memory": Case(
+        "spec_name=TieringOffloadingSpec",
+        args=connector("OffloadingConnector", spec_name="TieringOffloadingSpec"),
+    ),
+    "KV cache offloading on GPUs": Case(
+        "kv_offloading_size=1.0", args={"kv_offloading_size": 1.0}, change=gpus
+    ),
     "encoder cache transfer": Case(
         "ec_connector=ECExampleConnector",
         args={
@@ -456,6 +463,24 @@ DCP = {
     ),
 }
 
+OFFLOADING = {
+    "by LMCache": Case(
+        "kv_offloading_backend=lmcache",
+        args={"kv_offloading_size": 1.0},
+        change=setting("cache_config.kv_offloading_backend", "lmcache"),
+    ),
+    "by a connector of that name from elsewhere": Case(
+        "kv_connector_module_path=some.other.module",
+        args=connector("OffloadingConnector"),
+        change=setting("kv_transfer_config.kv_connector_module_path", "some.other.module"),
+    ),
+    "on GPUs, by a connector": Case(
+        "kv_connector=SimpleCPUOffloadConnector",
+        args=connector("SimpleCPUOffloadConnector"),
+        change=gpus,
+    ),
+}
+
 SUPPORTED = {
     "dense": Case(),
     "KV cache of MLA shared along the PCP axis": Case(model=DEEPSEEK, change=dcp(2)),
@@ -493,6 +518,11 @@ SUPPORTED = {
     "fp8 cache": Case(args={"kv_cache_dtype": "fp8"}),
     "torch.compile": Case(args={"enforce_eager": False}),
     "chosen backend": Case(args={"attention_backend": "TRITON_ATTN"}),
+    "KV cache offloaded": Case(args={"kv_offloading_size": 1.0}),
+    "KV cache offloaded by a connector": Case(
+        args=connector("OffloadingConnector", cpu_bytes_to_use=2**30)
+    ),
+    "KV cache offloaded by the simple connector": Case(args=connector("SimpleCPUOffloadConnector")),
     "sliding window": Case(
         model={
             "architectures": ["MistralForCausalLM"],
@@ -634,6 +664,12 @@ def test_refuses_more_of_decode_context_parallelism(
     case: Case, build: Callable[[Case], VllmConfig]
 ) -> None:
     with pytest.raises((ValueError, NotImplementedError), match=re.escape(f"(got {case.got})")):
+        validate_config(build(case))
+
+
+@pytest.mark.parametrize("case", OFFLOADING.values(), ids=OFFLOADING)
+def test_refuses_other_ways_to_offload(case: Case, build: Callable[[Case], VllmConfig]) -> None:
+    with pytest.raises(NotImplementedError, match=re.escape(f"(got {case.got})")):
         validate_config(build(case))
 
 

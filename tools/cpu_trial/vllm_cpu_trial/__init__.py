@@ -13,7 +13,8 @@ distribution; it holds no module of that name. Beside the name it carries
 * ``sparse_mla`` and ``indexer``: sparse MLA, in the same way,
 * ``operators``: what defines operators for them,
 * ``sinks``: attention sinks in other dtypes than bfloat16,
-* ``experts``: expert parallelism.
+* ``experts``: expert parallelism,
+* ``offloading``: the KV cache offloaded, the copies late and in torch.
 """
 
 import os
@@ -46,6 +47,7 @@ def register() -> None:
         libdevice,
         mla,
         mla_cache,
+        offloading,
         operators,
         sampling,
         sinks,
@@ -58,6 +60,7 @@ def register() -> None:
         indexer,
         libdevice,
         mla,
+        offloading,
         sampling,
         sinks,
         sparse_mla,

@@ -46,6 +46,10 @@ _FUSED_CACHE_WRITE_PACKAGE = "vllm.models."
 _EXPERTS_OF_TP = ("AriaForConditionalGeneration", "DbrxForCausalLM")
 _QUANTIZED_EXPERTS_OF_TP = ("bitsandbytes", "moe_wna16")
 
+# KV connectors of vLLM that offload to CPU memory, and the offloading that the first one does.
+_OFFLOADING_CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector")
+_OFFLOADING_SPEC = "CPUOffloadingSpec"
+
 # Workers that take a GPU each. One from elsewhere may place its ranks as it likes.
 _ONE_GPU_EACH = frozenset({"auto", *WORKERS, *WORKERS.values()})
 
@@ -364,10 +368,36 @@ def _takes_multimodal_inputs(model: ModelConfig) -> bool:
 
 def _kv_connector(config: VllmConfig) -> str | None:
     transfer = config.kv_transfer_config
-    # vLLM turns kv_offloading_size, which has a rule of its own, into a connector.
-    if transfer is None or config.cache_config.kv_offloading_size is not None:
+    if transfer is None:
         return None
-    return f"kv_connector={transfer.kv_connector}" if transfer.kv_connector else None
+    if transfer.kv_connector in (None, *_OFFLOADING_CONNECTORS):
+        module = transfer.kv_connector_module_path
+        return f"kv_connector_module_path={module}" if module else None
+    return f"kv_connector={transfer.kv_connector}"
+
+
+def _offloading_backend(config: VllmConfig) -> str | None:
+    """Find offloading to anything but CPU memory, which is what vLLM does by default."""
+    cache, transfer = config.cache_config, config.kv_transfer_config
+    if cache.kv_offloading_size is not None and cache.kv_offloading_backend != "native":
+        return f"kv_offloading_backend={cache.kv_offloading_backend}"
+    if transfer is None:
+        return None
+    spec = transfer.get_from_extra_config("spec_name", _OFFLOADING_SPEC)
+    return None if spec == _OFFLOADING_SPEC else f"spec_name={spec}"
+
+
+def _offloading_on_gpus(config: VllmConfig) -> str | None:
+    from vllm.platforms import current_platform
+
+    cache, transfer = config.cache_config, config.kv_transfer_config
+    if not current_platform.is_cuda():
+        return None
+    if cache.kv_offloading_size is not None:
+        return f"kv_offloading_size={cache.kv_offloading_size}"
+    if transfer is None or transfer.kv_connector not in _OFFLOADING_CONNECTORS:
+        return None
+    return f"kv_connector={transfer.kv_connector}"
 
 
 def _attention_backend(config: VllmConfig) -> str | None:
@@ -675,16 +705,22 @@ RULES: tuple[Rule, ...] = (
         "Drop --kv-sharing-fast-prefill",
     ),
     Rule(
-        "KV connectors",
+        "KV connectors that do more than offload",
         _kv_connector,
         "Connectors do not know that ranks hold copies of one cache",
-        "Drop --kv-transfer-config",
+        f"Set kv_connector in --kv-transfer-config to {' or '.join(_OFFLOADING_CONNECTORS)}",
     ),
     Rule(
-        "KV cache offloading",
-        _setting("cache_config.kv_offloading_size", at_most=-1),  # vLLM takes 0 as set
-        "Offloading takes P for a number of KV shards",
-        "Drop --kv-offloading-size",
+        "KV cache offloading to other places than CPU memory",
+        _offloading_backend,
+        "Never tried",
+        "Set --kv-offloading-backend native and drop spec_name from --kv-transfer-config",
+    ),
+    Rule(
+        "KV cache offloading on GPUs",
+        _offloading_on_gpus,
+        "Tried on CPU ranks only",
+        "Drop --kv-offloading-size and --kv-transfer-config",
         status="planned",
     ),
     Rule(

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer import ensure_kv_transfer_initialized
 from vllm.distributed.pcp.groups import init_dcp_group
 from vllm.model_executor.layers.pcp import register_layers
 from vllm.v1.attention.backends.pcp import register_backends
+from vllm.v1.executor.pcp import scheduler_view
 from vllm.v1.worker.gpu.pcp.model_runner import make_pcp_runner
 
 if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.worker.gpu_worker import Worker
     from vllm.v1.worker.worker_base import CompilationTimes
 
@@ -36,6 +40,19 @@ class PCPWorkerMixin(_WorkerBase):
         super().init_device()
         init_dcp_group()
         self.pcp_runner = make_pcp_runner(self.model_runner)
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        """Allocate the KV cache; ahead of it create the KV connector, if there is one.
+
+        The connector counts blocks as its other half in the engine core does: by D alone. The stock
+        worker then finds it, and makes no other.
+
+        Collectives: with a connector, a broadcast on the TP group.
+        """
+        view = copy.copy(self.vllm_config)
+        view.parallel_config = scheduler_view(view.parallel_config)
+        ensure_kv_transfer_initialized(view, kv_cache_config)
+        super().initialize_from_config(kv_cache_config)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Warm up as usual, then the collectives of a partitioned step.
