@@ -90,17 +90,16 @@ def whole_cache_view(vllm_config: VllmConfig) -> VllmConfig:
 
 
 def count_decodes(common: CommonAttentionMetadata) -> int:
-    """Return how many rows, the first ones, are decodes: the same on every rank.
+    """Return how many rows, the first ones, are decodes of one token: the same on every rank.
 
     In a partitioned step chunks of a single token, which other ranks do not have, are not.
     """
+    row_len = np.diff(common.query_start_loc_cpu.numpy())
     step = get_step_state()
     if step.is_partitioned:
-        return 0 if step.plan is None else step.plan.num_decodes
-    if common.max_query_len <= 1:
-        return common.num_reqs
-    is_longer = np.diff(common.query_start_loc_cpu.numpy()) > 1
-    return int(is_longer.argmax())
+        row_len = row_len[: 0 if step.plan is None else step.plan.num_decodes]
+    is_longer = row_len > 1
+    return int(is_longer.argmax()) if is_longer.any() else row_len.shape[0]
 
 
 def decode_view(
