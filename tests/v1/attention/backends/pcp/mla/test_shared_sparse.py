@@ -103,6 +103,7 @@ class Exchanges:
 def make_impl(backend: str, shards: KVShards, max_rows: int, *, is_quantized: bool) -> Any:
     """Return an implementation without its engine: what it was given stands in attributes."""
     from vllm.v1.attention.backends.pcp import BACKENDS
+    from vllm.v1.worker.workspace import current_workspace_manager
 
     module, _, name = BACKENDS[backend].rpartition(".")
     impl: Any = object.__new__(getattr(import_module(module), name).get_impl_cls())
@@ -111,7 +112,9 @@ def make_impl(backend: str, shards: KVShards, max_rows: int, *, is_quantized: bo
     impl.kv_lora_rank, impl.qk_rope_head_dim = LATENT, ROPE
     impl.scale = impl.softmax_scale = SCALE
     impl.prefill_padding, impl.topk_indices_buffer = 8, selections()
-    impl.q_concat_buffer = torch.empty(64, NUM_HEADS, LATENT + ROPE)
+    # As stock code has it: what else is in the workspace must not lie over it.
+    shape = (sum(QUERY_LENS), NUM_HEADS, LATENT + ROPE)
+    (impl.q_concat_buffer,) = current_workspace_manager().get_simultaneous((shape, torch.float32))
     impl._row = (656, torch.uint8) if is_quantized else (LATENT + ROPE, torch.float32)
     return impl
 
@@ -147,7 +150,7 @@ def make_builder(shards: KVShards, max_rows: int, *, is_quantized: bool) -> Any:
             names = ("dummy_block_table", "cache_lens", "scheduler_metadata")
             return SimpleNamespace(**dict.fromkeys(names)) if is_quantized else None
 
-    builder: Any = object.__new__(Builder)  # type: ignore[type-abstract]
+    builder: Any = object.__new__(Builder)
     builder.shards, builder.max_rows = shards, max_rows
     return builder
 
@@ -203,7 +206,7 @@ def expected(*, is_quantized: bool) -> torch.Tensor:
     from vllm_cpu_trial.mla_cache import unpacked
 
     q = random(sum(QUERY_LENS), NUM_HEADS, LATENT + ROPE, seed=5)
-    outs = []
+    outs: list[torch.Tensor] = []
     for req, query_len in enumerate(QUERY_LENS):
         rows = latents_of(req, is_quantized=is_quantized)
         keys = (unpacked(rows) if is_quantized else rows).float()

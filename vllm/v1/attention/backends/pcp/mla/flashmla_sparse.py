@@ -36,6 +36,12 @@ class KeptTokensFlashMLASparseImpl(KeptTokensMixin, FlashMLASparseImpl):
         """Return shape and type of the concatenated queries."""
         return [(tuple(self.q_concat_buffer.shape), self.q_concat_buffer.dtype)]
 
+    def take_workspace(self, beside: list[torch.Tensor]) -> None:
+        """Take the concatenated queries; rows of 16 bits are never made of quantised ones."""
+        (self.q_concat_buffer,) = beside
+        if self.kv_cache_dtype == "fp8_ds_mla":
+            del self.prefill_bf16_workspace
+
     def attend(
         self,
         q: Query,

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
         num_shards: int
         shards: KVShards
 
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
         def forward_mqa(
             self,
             q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -146,6 +148,13 @@ class SharedSparseBuilderMixin(RowsPerRequestMixin):
 class KeptTokensMixin(_ImplBase):
     """Over a stock implementation of sparse MLA: attention to what this rank keeps, with D > 1."""
 
+    def beside_gathered(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Return shapes and types of what else stands in vLLM's workspace meanwhile, in front."""
+        return []
+
+    def take_workspace(self, beside: list[torch.Tensor]) -> None:
+        """Take ``beside_gathered`` in place of views of a workspace that has grown since."""
+
     def forward_mqa(
         self,
         q: Query,
@@ -233,19 +242,16 @@ class SharedSparseMixin(_SharedBase):
         if self.kv_cache_dtype == "fp8_ds_mla":
             self._row = (_DS_MLA_BYTES, torch.uint8)
         # Reserved now, while it may still grow.
-        self._gathered()
+        *beside, _ = self._workspace()
+        self.take_workspace(beside)
 
-    def beside_gathered(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Return shapes and types of what else stands in vLLM's workspace meanwhile, in front."""
-        return []
-
-    def _gathered(self) -> torch.Tensor:
-        """Return ``[max_rows, width]``, of vLLM's workspace."""
+    def _workspace(self) -> list[torch.Tensor]:
+        """Return ``beside_gathered`` and ``[max_rows, width]``, views of vLLM's workspace."""
         width, dtype = self._row
-        *_, gathered = current_workspace_manager().get_simultaneous(
+        views: list[torch.Tensor] = current_workspace_manager().get_simultaneous(
             *self.beside_gathered(), ((self.max_rows, width), dtype)
         )
-        return gathered
+        return views
 
     def forward_mqa(
         self,
@@ -290,7 +296,7 @@ class SharedSparseMixin(_SharedBase):
         out: torch.Tensor,
     ) -> None:
         assert self.topk_indices_buffer is not None
-        buffer = self._gathered()
+        *_, buffer = self._workspace()
         blocks = buffer.view(-1, GATHERED_BLOCK_SIZE, buffer.shape[1])
         for chunk, schedules in zip(prefill.chunks, metadata.run_schedules, strict=True):
             gathered = buffer[: self.shards.world_size * chunk.num_read]
