@@ -21,6 +21,10 @@ RANDOM_SIZES = Sizes(block_size=32, num_blocks=64, max_num_batched_tokens=256, m
 WINDOW_SIZES = Sizes(block_size=16, num_blocks=128, max_num_batched_tokens=256, max_model_len=1024)
 # The indexer's cache knows blocks of 64 only.
 SPARSE_SIZES = Sizes(block_size=64, num_blocks=32, max_num_batched_tokens=128, max_model_len=512)
+# A block of each of two or four ranks is 128 or 64 tokens.
+SHARED_SPARSE_SIZES = Sizes(
+    block_size=256, num_blocks=8, max_num_batched_tokens=128, max_model_len=2048
+)
 SPARSE = ("deepseek_v32", "deepseek_v32_2048", "glm_moe_dsa")
 SMOLLM2_SIZES = Sizes(block_size=16, num_blocks=48, max_num_batched_tokens=128, max_model_len=512)
 # A block of each of two or four ranks is 32 or 16 tokens.
@@ -48,6 +52,7 @@ SHARED_SCENARIOS = (
     "prefix_hits",
     "short_prefix_hits_beside_short_prompts",
 )
+SHARED_SPARSE_SCENARIOS = ("chunked_prefill", "mixed_batches", "prefix_hits")
 EXPERT_SCENARIOS = (*PREFILL_SCENARIOS, "seeds")
 SPARSE_SCENARIOS = (
     "short_prompts_alone",
@@ -102,14 +107,15 @@ class Engines:
 
     def sharing_pair(self, name: str, pcp: int, tp: int, sharing: Sharing) -> Pair:
         """Return what one rank gives, and what ranks give that share the KV cache."""
+        sizes = SHARED_SPARSE_SIZES if name in SPARSE else SHARED_SIZES
         one = dataclasses.replace(
             self.spec(name, 1, 1),
-            sizes=SHARED_SIZES,
-            scenarios=SHARED_SCENARIOS,
+            sizes=sizes,
+            scenarios=SHARED_SPARSE_SCENARIOS if name in SPARSE else SHARED_SCENARIOS,
             caches_prefixes=sharing.caches_prefixes,
         )
         several = dataclasses.replace(one, pcp=pcp, tp=tp, **dataclasses.asdict(sharing))
-        return Pair(self.results_of(one), self.results_of(several), pcp, SHARED_SIZES)
+        return Pair(self.results_of(one), self.results_of(several), pcp, sizes)
 
     def offloading_results(
         self, name: str, pcp: int, tp: int, dcp: int, connector: str

@@ -6,7 +6,12 @@ from __future__ import annotations
 import pytest
 
 from tests.e2e.compare import Pair
-from tests.e2e.conftest import SPARSE_SCENARIOS, Engines
+from tests.e2e.conftest import (
+    SHARED_SPARSE_SCENARIOS,
+    SPARSE_SCENARIOS,
+    Engines,
+    Sharing,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -21,6 +26,11 @@ CASES = (
     ("deepseek_v32_2048", 3, 1, False),
     ("glm_moe_dsa", 2, 1, False),
 )
+# Checkpoint, P, TP, how ranks share both caches: D, tokens in a row.
+SHARED_CASES = (
+    ("glm_moe_dsa", 2, 1, Sharing(2, 1)),
+    ("glm_moe_dsa", 2, 2, Sharing(4, 16)),
+)
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "{}-pcp{}-tp{}".format(*case[:3]))
@@ -30,6 +40,26 @@ def pair(request: pytest.FixtureRequest, engines: Engines) -> Pair:
     return engines.pair(name, pcp, tp, ep=ep)
 
 
+@pytest.fixture(
+    scope="module",
+    params=SHARED_CASES,
+    ids=lambda case: "{}-pcp{}-tp{}-dcp{.dcp}".format(*case),
+)
+def shared_pair(request: pytest.FixtureRequest, engines: Engines) -> Pair:
+    """Return what one rank and ranks that share the KV cache give."""
+    return engines.sharing_pair(*request.param)
+
+
+@pytest.mark.parametrize("name", SHARED_SPARSE_SCENARIOS)
+def test_answers_over_shared_caches(shared_pair: Pair, name: str) -> None:
+    shared_pair.require_same(name, TOLERANCE)
+    require_same_choices(shared_pair, name)
+
+
+def test_ranks_that_share_caches_issue_the_same_collectives(shared_pair: Pair) -> None:
+    require_same_collectives(shared_pair)
+
+
 @pytest.mark.parametrize("name", SPARSE_SCENARIOS)
 def test_answers(pair: Pair, name: str) -> None:
     pair.require_same(name, TOLERANCE)
@@ -37,7 +67,15 @@ def test_answers(pair: Pair, name: str) -> None:
 
 @pytest.mark.parametrize("name", SPARSE_SCENARIOS)
 def test_queries_attend_to_the_same_tokens(pair: Pair, name: str) -> None:
-    """But for a tie in thousands."""
+    require_same_choices(pair, name)
+
+
+def test_ranks_issue_the_same_collectives_and_hold_the_same_bits(pair: Pair) -> None:
+    require_same_collectives(pair)
+
+
+def require_same_choices(pair: Pair, name: str) -> None:
+    """Assert that queries attended to the same tokens, but for a tie in thousands."""
     one, several = (run.scenarios[name].choices for run in (pair.one, pair.several))
     assert len(one) > 100
     assert several.keys() == one.keys()
@@ -45,7 +83,8 @@ def test_queries_attend_to_the_same_tokens(pair: Pair, name: str) -> None:
     assert len(others) <= 1 + len(one) // 1000, others
 
 
-def test_ranks_issue_the_same_collectives_and_hold_the_same_bits(pair: Pair) -> None:
+def require_same_collectives(pair: Pair) -> None:
+    """Assert that all ranks issued the same, and sampled from the same bits."""
     for scenario in pair.several.scenarios.values():
         first, *others = scenario.collectives
         assert len(first) > 0

@@ -165,6 +165,8 @@ GRIDS: dict[str, tuple[Grid, ...]] = {
         Grid(("FLASHMLA_SPARSE",), ("fp8_ds_mla",)),
         Grid(("FLASHMLA_SPARSE",), ("fp8_ds_mla",), ("PIECEWISE", "FULL_DECODE_ONLY"), (2,)),
         Grid(("FLASH_ATTN_MLA_SPARSE",), sizes=(2,), experts=("parallel",)),
+        Grid(("FLASH_ATTN_MLA_SPARSE", "FLASHMLA_SPARSE"), caches=("shared",)),
+        Grid(("FLASHMLA_SPARSE",), ("fp8_ds_mla",), sizes=(2,), caches=("shared", "shared_tp2")),
     ),
     "sparse_few_heads": (Grid(("FLASHMLA_SPARSE",), ("fp8_ds_mla",), sizes=(2,)),),
     "moe": (Grid(("FLASH_ATTN",), experts=EXPERTS),),

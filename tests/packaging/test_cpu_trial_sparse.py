@@ -450,6 +450,52 @@ def test_a_query_attends_to_the_chosen_slots(interpreter: Interpreter, has_lengt
             torch.testing.assert_close(out[query, head], expected)
 
 
+def attend_as_kernels(
+    q: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return results and log-sum-exps as the kernel that the bytes are for."""
+    flashmla_sparse: Any = import_module("vllm.v1.attention.backends.mla.flashmla_sparse")
+    if cache.dtype != torch.uint8:
+        out, _, lse = flashmla_sparse.flash_mla_sparse_fwd(
+            q, cache.view(-1, 1, cache.shape[-1]), slots[:, None], 0.3, d_v=12
+        )
+        return out, lse
+    out, lse = flashmla_sparse.flash_mla_with_kvcache(
+        q=q[None],
+        k_cache=cache[:, :, None],
+        indices=slots[None],
+        head_dim_v=512,
+        softmax_scale=0.3,
+        is_fp8_kvcache=True,
+    )
+    return out[0], lse[0].T
+
+
+@pytest.mark.parametrize("is_quantized", [False, True])
+def test_kernels_tell_the_log_sum_exp(interpreter: Interpreter, is_quantized: bool) -> None:
+    keys = random(NUM_BLOCKS, BLOCK_SIZE, 576 if is_quantized else 16)
+    cache = keys
+    if is_quantized:
+        latent, rotary = keys.flatten(0, 1).bfloat16().split([512, 64], dim=1)
+        cache = torch.zeros(NUM_BLOCKS, BLOCK_SIZE, 656, dtype=torch.uint8)
+        cache = interpreter(write_latents, cache, latent[1:], rotary[1:])
+        keys = torch.tensor([latents_of(row) for row in cache.flatten(0, 1)]).bfloat16().float()
+    q = random(3, HEADS, keys.shape[-1], seed=1) / 10
+    slots = torch.tensor([[35, 9, 7, 8], [3, -1, 2, -1], [-1] * 4])
+    out, lse = interpreter(attend_as_kernels, q, cache, slots)
+    rows = keys.reshape(-1, keys.shape[-1])
+    for query in range(3):
+        seen = rows[[slot for slot in slots[query].tolist() if slot >= 0]]
+        for head in range(HEADS):
+            values = seen[:, : out.shape[-1]]
+            expected, expected_lse = attention_of_one_query(q[query, head], seen, values)
+            torch.testing.assert_close(out[query, head], expected)
+            if len(seen) > 0:
+                assert lse[query, head] == pytest.approx(float(expected_lse), abs=1e-4)
+            else:
+                assert lse[query, head] == float("inf")
+
+
 # The quantised cache
 
 

@@ -60,6 +60,34 @@ LAUNCHES: dict[str, list[Launch]] = {
             "HEAD_BLOCK": 16,
         }
     ],
+    f"{PCP}.mla.selected_slots._gathered_slots_kernel": [
+        {
+            "slots_ptr": "*i32",
+            "num_slots_ptr": "*i32",
+            "positions_ptr": "*i32",
+            "first_key_ptr": "*i32",
+            "gathered_rows_ptr": "*i32",
+            "positions_stride": "i32",
+            "NUM_SELECTED": 2048,
+            "WIDTH": 2048,
+        }
+    ],
+    f"{PCP}.mla.selected_slots._kept_slots_kernel": [
+        {
+            "slots_ptr": "*i32",
+            "num_slots_ptr": "*i32",
+            "positions_ptr": "*i32",
+            "table_ptr": "*i32",
+            "positions_stride": "i32",
+            "table_stride": "i32",
+            "RANK": 1,
+            "WORLD_SIZE": 3,
+            "INTERLEAVE": 16,
+            "BLOCK_SIZE": 64,
+            "NUM_SELECTED": 2048,
+            "WIDTH": 2048,
+        }
+    ],
     f"{PCP}.partial_results._weigh_kernel": [
         {
             "out_ptr": "*bf16",
@@ -81,6 +109,7 @@ VARYING: dict[str, list[str]] = {
         "output_lse_stride_head",
         "num_partial_tokens",
     ],
+    f"{PCP}.mla.selected_slots._gathered_slots_kernel": ["first_key_ptr"],
     f"{PCP}.partial_results._weigh_kernel": ["num_rows"],
 }
 

@@ -198,9 +198,6 @@ CASES = {
         args={"tensor_parallel_size": 2},
         change=all_of(gpus, dcp(4)),
     ),
-    "decode context parallelism with sparse MLA models": Case(
-        "index_topk=8", DEEPSEEK_V32, change=dcp(2)
-    ),
     "decode context parallelism with MLA models on GPUs": Case(
         "architecture=DeepseekV2ForCausalLM",
         model=DEEPSEEK,
@@ -455,6 +452,17 @@ DCP = {
         args={"tensor_parallel_size": 4},
         change=dcp(4),
     ),
+    "a backend of sparse MLA": Case(
+        "attention_backend=FLASHINFER_MLA_SPARSE",
+        model=DEEPSEEK_V32,
+        args={"attention_backend": "FLASHINFER_MLA_SPARSE"},
+        change=dcp(2),
+    ),
+    "sparse MLA on GPUs": Case(
+        "architecture=DeepseekV32ForCausalLM",
+        model=DEEPSEEK_V32,
+        change=all_of(dcp(2), one_gpu("vllm.v1.worker.pcp.gpu_worker.OneGpuPCPWorker")),
+    ),
     "GQA on CPUs": Case("attention_backend=CPU_ATTN", change=dcp(2)),
     "another backend": Case(
         "attention_backend=FLASHINFER",
@@ -487,6 +495,7 @@ SUPPORTED = {
     "KV cache of MLA shared by all ranks": Case(
         model=DEEPSEEK, args={"tensor_parallel_size": 2}, change=dcp(4)
     ),
+    "KV cache of sparse MLA shared along the PCP axis": Case(model=DEEPSEEK_V32, change=dcp(2)),
     "KV cache of GQA shared along the PCP axis": Case(change=all_of(gpus, dcp(2))),
     "KV cache of one KV head shared by all ranks": Case(
         model={"num_key_value_heads": 1},

@@ -152,17 +152,111 @@ def attend(
     Returns:
         ``[num_queries, num_heads, kv_lora_rank]``; 0 where there is no slot.
     """
-    cache = kv_c_and_k_pe_cache.flatten(0, -2)
+    out, _ = attend_to_slots(
+        q,
+        kv_c_and_k_pe_cache.flatten(0, -2),
+        topk_indices,
+        topk_length,
+        self.softmax_scale,
+        self.kv_lora_rank,
+    )
+    return out
+
+
+def attend_to_slots(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    topk_indices: torch.Tensor,
+    topk_length: torch.Tensor | None,
+    scale: float,
+    kv_lora_rank: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend to the chosen slots.
+
+    Args:
+        q: ``[num_queries, num_heads, head_size]``.
+        cache: ``[num_slots, head_size]``, or ``[num_slots, 656]`` bytes.
+        topk_indices: As of ``attend``.
+        topk_length: As of ``attend``.
+        scale: Of the scores.
+        kv_lora_rank: Elements of a latent.
+
+    Returns:
+        As ``attend``; and the natural log-sum-exp, ``[num_queries, num_heads]`` float32, plus
+        infinity where there is no slot.
+    """
     is_slot = topk_indices >= 0
     if topk_length is not None:
         is_slot &= torch.arange(topk_indices.shape[1]) < topk_length[:, None]
-    out = q.new_empty(*q.shape[:2], self.kv_lora_rank)
+    out = q.new_empty(*q.shape[:2], kv_lora_rank)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32)
     for query, slots in enumerate(topk_indices):
         rows = cache[slots[is_slot[query]]]
         keys = (unpacked(rows) if rows.dtype == torch.uint8 else rows).float()
-        weights = (q[query].float() @ keys.T * self.softmax_scale).softmax(dim=-1)
-        out[query] = weights @ keys[:, : self.kv_lora_rank]
-    return out
+        scores = q[query].float() @ keys.T * scale
+        out[query] = scores.softmax(dim=-1) @ keys[:, :kv_lora_rank]
+        lse[query] = scores.logsumexp(dim=-1)
+    return out, lse.masked_fill_(lse.isneginf(), float("inf"))
+
+
+def flash_mla_sparse_fwd(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    topk_length: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, None, torch.Tensor]:
+    """Attend to the chosen slots, as the kernel in its place.
+
+    Args:
+        q: ``[num_queries, num_heads, head_size]``.
+        kv: ``[num_slots, 1, head_size]``.
+        indices: ``[num_queries, 1, topk]``, slots; -1 for none.
+        sm_scale: Of the scores.
+        d_v: Elements of a latent.
+        topk_length: ``[num_queries]``, how many of the slots count: the first ones.
+
+    Returns:
+        As ``attend_to_slots``; None for the largest scores, which nobody reads.
+    """
+    out, lse = attend_to_slots(q, kv[:, 0], indices[:, 0], topk_length, sm_scale, d_v)
+    return out, None, lse
+
+
+def flash_mla_with_kvcache(
+    *,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    indices: torch.Tensor,
+    head_dim_v: int,
+    softmax_scale: float,
+    **kwargs: object,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend to the chosen slots of an ``fp8_ds_mla`` cache, as the kernel in its place.
+
+    Args:
+        q: ``[num_seqs, num_queries, num_heads, head_size]``.
+        k_cache: ``[num_blocks, block_size, 1, 656]``, bytes.
+        indices: ``[num_seqs, num_queries, topk]``, slots; -1 for none.
+        head_dim_v: Elements of a latent.
+        softmax_scale: Of the scores.
+        kwargs: How a GPU splits the work, and what is so; not needed here.
+
+    Returns:
+        As ``attend_to_slots``: ``[num_seqs, num_queries, num_heads, head_dim_v]`` and
+        ``[num_seqs, num_heads, num_queries]``.
+    """
+    out, lse = attend_to_slots(
+        q.flatten(0, 1),
+        k_cache.flatten(0, 2),
+        indices.flatten(0, 1),
+        None,
+        softmax_scale,
+        head_dim_v,
+    )
+    shape = q.shape[:2]
+    return out.unflatten(0, shape), lse.unflatten(0, shape).transpose(1, 2)
 
 
 def attend_to_quantised(
@@ -200,6 +294,8 @@ REPLACEMENTS: Sequence[tuple[object, str, object]] = (
     (flashmla_sparse.FlashMLASparseImpl, "__init__", init_impl),
     (flashmla_sparse.FlashMLASparseImpl, "_bf16_flash_mla_kernel", attend),
     (flashmla_sparse.FlashMLASparseImpl, "_fp8_flash_mla_kernel", attend_to_quantised),
+    (flashmla_sparse, "flash_mla_sparse_fwd", flash_mla_sparse_fwd),
+    (flashmla_sparse, "flash_mla_with_kvcache", flash_mla_with_kvcache),
     (flashmla_sparse, "get_mla_metadata", no_metadata),
     (flashmla_sparse, "triton_convert_req_index_to_global_index", convert_to_slots),
 )

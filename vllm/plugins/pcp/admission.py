@@ -469,13 +469,6 @@ RULES: tuple[Rule, ...] = (
         error=ValueError,
     ),
     Rule(
-        "decode context parallelism with sparse MLA models",
-        _with_dcp(_selected_tokens),
-        "The indexer's keys have to be gathered over ranks that hold different parts of them",
-        "Set --decode-context-parallel-size 1",
-        status="planned",
-    ),
-    Rule(
         "decode context parallelism with MLA models on GPUs",
         _with_dcp(_mla_on_gpus),
         "Tried on CPU ranks only",

@@ -3,6 +3,7 @@
 
 moe_runner           experts that P x TP ranks share
 sparse_attn_indexer  the indexer of sparse MLA
+shared_selection     how it selects from a cache that ranks share
 """
 
 from vllm.model_executor.custom_op import op_registry_oot

@@ -4,7 +4,7 @@
 The stock operator writes a step's keys, scores them and selects the top-k, all in one. Here the
 keys of all ranks are gathered and written first; then the stock operator goes on without its own
 write. A rank so selects for its own rows over the whole prefix, earlier chunks of the same step
-included.
+included. Where ranks share its cache, ``shared_selection`` takes the operator's place.
 
 It is one operator as well, and one that graphs are split at: where the keys go is known only when a
 step runs. In a graph it would write a captured step's slots, and select from stale keys.
@@ -17,14 +17,19 @@ import torch
 
 from vllm import _custom_ops as ops
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+from vllm.config import get_current_vllm_config
 from vllm.distributed.parallel_state import get_pcp_group
 from vllm.distributed.pcp.kv_gather import get_kv_gather
+from vllm.distributed.pcp.shard_collectives import kv_shards
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.pcp.shared_selection import SharedSelection
 from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer, sparse_attn_indexer
 from vllm.platforms import current_platform
 from vllm.utils import torch_utils
 from vllm.utils.torch_utils import LayerNameType, direct_register_custom_op
 from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadata
+from vllm.v1.attention.backends.pcp.mla.indexer import SharedIndexerMetadata, share_cache
+from vllm.v1.attention.backends.pcp.mla.shared_rows import max_gathered_rows
 
 
 class PCPSparseAttnIndexer(SparseAttnIndexer):
@@ -44,6 +49,24 @@ class PCPSparseAttnIndexer(SparseAttnIndexer):
                 "--attention-config, or set --prefill-context-parallel-size 1."
             )
         _indexers[self.k_cache.prefix] = self
+        self.shared_selection: SharedSelection | None = None
+        if self.dcp_world_size > 1:
+            self._share()
+
+    def _share(self) -> None:
+        """Prepare for a cache that ranks share."""
+        vllm_config = get_current_vllm_config()
+        shards = kv_shards(self.cp_kv_cache_interleave_size)
+        self.shared_selection = SharedSelection(
+            shards,
+            max_gathered_rows(vllm_config, shards),
+            self.head_dim,
+            self.topk_tokens,
+            self.max_model_len,
+        )
+        share_cache(self.k_cache)
+        # What follows is told that each rank has a cache of its own.
+        self.dcp_world_size, self.dcp_rank = 1, 0
 
     def forward_cuda(
         self,
@@ -64,7 +87,8 @@ class PCPSparseAttnIndexer(SparseAttnIndexer):
             ``[max_num_tokens, topk_tokens]`` int32, the shared buffer; of its first L rows each
             holds positions in the row's request, then -1.
 
-        Collectives: one gather on the PCP group in a partitioned step.
+        Collectives: one gather on the PCP group in a partitioned step; with D > 1 those of
+        ``SharedSelection.select``.
         """
         assert isinstance(q_quant, torch.Tensor)
         name = torch_utils._encode_layer_name(self.k_cache.prefix)
@@ -87,9 +111,16 @@ class PCPSparseAttnIndexer(SparseAttnIndexer):
         metadata = get_forward_context().attn_metadata
         # There is none while memory is profiled.
         if isinstance(metadata, dict):
-            own = metadata[self.k_cache.prefix]
+            own: Any = metadata[self.k_cache.prefix]
             assert isinstance(own, DeepseekV32IndexerMetadata)
             write_keys(k, kv_cache, own.slot_mapping, self.quant_block_size, self.scale_fmt)
+            if self.shared_selection is not None:
+                assert isinstance(own, SharedIndexerMetadata)
+                selected = topk_indices_buffer[: hidden_states.shape[0], : self.topk_tokens]
+                self.shared_selection.select(q_quant, weights, kv_cache, own, selected)
+                return
+        elif self.shared_selection is not None:
+            self.shared_selection.reserve()
         sparse_attn_indexer(
             hidden_states=hidden_states,
             k_cache_prefix=layer_name,

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.v1.attention.backends.mla.flashinfer_mla_sparse import (
     FlashInferMLASparseImpl,
     FlashInferMLASparseMetadataBuilder,
@@ -13,7 +15,20 @@ from vllm.v1.attention.backends.pcp.mla.latent import GatherLatentMixin
 
 
 class PCPFlashInferMLASparseImpl(GatherLatentMixin, FlashInferMLASparseImpl):
-    """Gathers latents."""
+    """Gathers latents.
+
+    Raises:
+        NotImplementedError: Ranks share the KV cache, D > 1.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if self.dcp_world_size > 1:
+            raise NotImplementedError(
+                "Prefill context parallelism does not support decode context parallelism with the "
+                "attention backend that vLLM chose (got FLASHINFER_MLA_SPARSE). Set "
+                "--attention-backend FLASHMLA_SPARSE, or --decode-context-parallel-size 1."
+            )
+        super().__init__(*args, **kwargs)
 
 
 class PCPFlashInferMLASparseMetadataBuilder(
