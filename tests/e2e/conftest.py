@@ -79,11 +79,13 @@ class Sharing:
         dcp: Ranks that share it.
         interleave: Tokens that one of them keeps in a row.
         caches_prefixes: Whether prompts are looked up.
+        flash_attn_version: Of FLASH_ATTN, on ranks that share; None for another backend.
     """
 
     dcp: int = 1
     interleave: int = 1
     caches_prefixes: bool = True
+    flash_attn_version: int | None = None
 
 
 class Engines:

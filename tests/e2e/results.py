@@ -30,6 +30,7 @@ class Spec:
         dcp: Ranks that share one copy of the KV cache.
         interleave: Tokens that such a rank keeps in a row.
         caches_prefixes: Whether prompts are looked up in the KV cache.
+        flash_attn_version: Attends by FLASH_ATTN, of this version; None for what CPUs do otherwise.
         forks: Forks its ranks, which saves time; spawned ranks, the normal ones, differ in the
             order of their sets.
     """
@@ -46,6 +47,7 @@ class Spec:
     dcp: int = 1
     interleave: int = 1
     caches_prefixes: bool = True
+    flash_attn_version: int | None = None
     forks: bool = False
 
     def save(self, path: Path) -> None:
