@@ -43,6 +43,7 @@ LATENT_SCENARIOS = (
 )
 # The shorter ones: four ranks on two cores take their time.
 SHARED_SCENARIOS = (
+    "short_prompts_alone",
     "chunked_prefill",
     "mixed_batches",
     "prefix_hits",
