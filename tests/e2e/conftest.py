@@ -110,6 +110,7 @@ class Engines:
             sizes=SHARED_SIZES,
             scenarios=SHARED_SCENARIOS,
             caches_prefixes=sharing.caches_prefixes,
+            forks=True,
         )
         several = dataclasses.replace(one, pcp=pcp, tp=tp, **dataclasses.asdict(sharing))
         return Pair(self.results_of(one), self.results_of(several), pcp, SHARED_SIZES)
