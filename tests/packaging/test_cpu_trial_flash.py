@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 
-from tests.conftest import Checkpoints, Interpreter
+from tests.conftest import Checkpoints, Interpreter, interpreting_process
 from tests.packaging.test_cpu_trial_mla import attention_of_one_query, random
 from tests.packaging.test_cpu_trial_model import (
     BLOCK_SIZE,
@@ -251,10 +251,17 @@ def test_the_backend_is_found_where_it_is_asked_for(interpreter: Interpreter) ->
     assert mla.endswith(".triton_mla.TritonMLABackend")
 
 
+@pytest.fixture(scope="module")
+def dense_engines() -> Iterator[Interpreter]:
+    """Call functions in another process: behind models without experts, none with them runs."""
+    with interpreting_process() as run:
+        yield run
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "version"), [("qwen3", 3), ("gemma3", 2)])
 def test_flash_attention_says_what_transformers_says(
-    interpreter: Interpreter, checkpoints: Checkpoints, name: str, version: int
+    dense_engines: Interpreter, checkpoints: Checkpoints, name: str, version: int
 ) -> None:
     """Full attention, its launches planned, and sliding windows; chunks, decodes, prefix hits."""
     tokens = torch.randint(94, (2000,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -262,7 +269,7 @@ def test_flash_attention_says_what_transformers_says(
     prompts = [tokens[200 * i : 200 * i + length] for i, length in enumerate(lengths)]
     cached = [prompts[0][:n] + tokens[-m:] for n, m in ((256, 1), (96, 40))]
     attention = {"backend": "FLASH_ATTN", "flash_attn_version": version}
-    answers = interpreter(
+    answers = dense_engines(
         generate,
         checkpoints(name),
         [prompts, cached],
