@@ -80,8 +80,9 @@ _SPARSE_SIZES: dict[str, Any] = {
 }
 
 
-def _qwen3() -> PreTrainedModel:
-    config = Qwen3Config(num_hidden_layers=3, tie_word_embeddings=False, **_SIZES)
+def _qwen3(num_kv_heads: int) -> PreTrainedModel:
+    heads = {"num_key_value_heads": num_kv_heads}
+    config = Qwen3Config(num_hidden_layers=3, tie_word_embeddings=False, **{**_SIZES, **heads})
     return Qwen3ForCausalLM(config)
 
 
@@ -226,7 +227,8 @@ def _with_random_biases(model: PreTrainedModel) -> PreTrainedModel:
 
 
 RANDOM_CHECKPOINTS: dict[str, Callable[[], PreTrainedModel]] = {
-    "qwen3": _qwen3,  # full attention
+    "qwen3": partial(_qwen3, 2),  # full attention
+    "qwen3_mqa": partial(_qwen3, 1),  # the same with one KV head
     "mistral": _mistral,  # a sliding window in every layer
     "gemma3": _gemma3,  # a sliding window in some layers: two groups of KV cache
     "deepseek_v2": _deepseek_v2,  # MLA; experts chosen in groups, by softmax; shared experts

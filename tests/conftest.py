@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -42,8 +43,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     return checkpoint
 
 
-@pytest.fixture(scope="session")
-def interpreter() -> Iterator[Interpreter]:
+@contextmanager
+def interpreting_process() -> Iterator[Interpreter]:
     """Call functions in a process that interprets Triton kernels: Triton decides it on import."""
     trial = pytest.importorskip("vllm_cpu_trial", reason="the CPU trial is not installed")
     with pytest.MonkeyPatch.context() as environment:
@@ -52,6 +53,13 @@ def interpreter() -> Iterator[Interpreter]:
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, context, initializer=trial.register) as pool:
             yield lambda function, *args, **kwargs: pool.submit(function, *args, **kwargs).result()
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[Interpreter]:
+    """Call functions in the one process that interprets Triton kernels for most tests."""
+    with interpreting_process() as run:
+        yield run
 
 
 @pytest.fixture

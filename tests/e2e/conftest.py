@@ -47,6 +47,7 @@ LATENT_SCENARIOS = (
 )
 # The shorter ones: four ranks on two cores take their time.
 SHARED_SCENARIOS = (
+    "short_prompts_alone",
     "chunked_prefill",
     "mixed_batches",
     "prefix_hits",
@@ -84,11 +85,13 @@ class Sharing:
         dcp: Ranks that share it.
         interleave: Tokens that one of them keeps in a row.
         caches_prefixes: Whether prompts are looked up.
+        flash_attn_version: Of FLASH_ATTN, on ranks that share; None for another backend.
     """
 
     dcp: int = 1
     interleave: int = 1
     caches_prefixes: bool = True
+    flash_attn_version: int | None = None
 
 
 class Engines:
@@ -113,6 +116,7 @@ class Engines:
             sizes=sizes,
             scenarios=SHARED_SPARSE_SCENARIOS if name in SPARSE else SHARED_SCENARIOS,
             caches_prefixes=sharing.caches_prefixes,
+            forks=True,
         )
         several = dataclasses.replace(one, pcp=pcp, tp=tp, **dataclasses.asdict(sharing))
         return Pair(self.results_of(one), self.results_of(several), pcp, sizes)

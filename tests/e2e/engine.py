@@ -166,7 +166,8 @@ def start(spec: Spec) -> LLMEngine:
 
 def engine_args(spec: Spec) -> dict[str, Any]:
     """Return an engine's arguments."""
-    sizes = spec.sizes
+    sizes, version = spec.sizes, spec.flash_attn_version
+    attention = {} if version is None else {"backend": "FLASH_ATTN", "flash_attn_version": version}
     return {
         "model": spec.checkpoint,
         "runner": "pooling" if spec.is_pooling else "generate",
@@ -176,6 +177,7 @@ def engine_args(spec: Spec) -> dict[str, Any]:
         "cp_kv_cache_interleave_size": spec.interleave,
         "enable_prefix_caching": spec.caches_prefixes,
         "enable_expert_parallel": spec.shards_experts,
+        "attention_config": attention,
         "dtype": "float32",
         "enforce_eager": True,
         "block_size": sizes.block_size // spec.dcp,

@@ -34,6 +34,11 @@ ENV = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
+FORKS_ENV = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Eager engines too compile a function of the embedding, with TP > 1 in each rank anew: 35 s.
+    "TORCHDYNAMO_DISABLE": "1",
+}
 
 
 @contextlib.contextmanager
@@ -104,7 +109,7 @@ class Forks:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["tests.e2e.engine", "vllm.v1.worker.cpu_worker"])
         with pytest.MonkeyPatch.context() as patch:
-            for name, value in {**ENV, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
+            for name, value in {**ENV, **FORKS_ENV}.items():
                 patch.setenv(name, value)
             forkserver.ensure_running()
 

@@ -32,6 +32,7 @@ class Spec:
         caches_prefixes: Whether prompts are looked up in the KV cache.
         offloading: Connector that offloads the KV cache to CPU memory, one of
             ``tests.e2e.engine.CONNECTORS``; empty for none.
+        flash_attn_version: Attends by FLASH_ATTN, of this version; None for what CPUs do otherwise.
         forks: Forks its ranks, which saves time; spawned ranks, the normal ones, differ in the
             order of their sets.
     """
@@ -49,6 +50,7 @@ class Spec:
     interleave: int = 1
     caches_prefixes: bool = True
     offloading: str = ""
+    flash_attn_version: int | None = None
     forks: bool = False
 
     def save(self, path: Path) -> None:

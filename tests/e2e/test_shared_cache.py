@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that share the KV cache, D > 1, answer as one rank does that has all of it."""
+"""Ranks that share the KV cache, D > 1, answer as one rank does that has all of it.
+
+MLA, and GQA on FLASH_ATTN, whose kernels are twins in torch on CPUs; the one rank runs CPU_ATTN.
+"""
 
 from __future__ import annotations
+
+from typing import TypeAlias
 
 import pytest
 
@@ -11,29 +16,45 @@ from tests.e2e.scenarios import REMAINDERS
 
 pytestmark = pytest.mark.slow
 
-# P, TP, D, tokens in a row (a block has 32 with D = 2 and 16 with D = 4), prefix caching.
+# Model, P, TP, D, tokens in a row (a block has 32 with D = 2 and 16 with D = 4), prefix caching and
+# the version of FLASH_ATTN. TP ranks that share the cache of GQA must want the same KV head.
 CASES = (
-    (2, 1, 2, 1, True),
-    (2, 1, 2, 16, False),
-    (4, 1, 4, 16, True),
-    (2, 2, 2, 16, True),
-    (2, 2, 4, 1, True),
+    ("deepseek_v2", 2, 1, 2, 1, True, None),
+    ("deepseek_v2", 2, 1, 2, 16, False, None),
+    ("deepseek_v2", 4, 1, 4, 16, True, None),
+    ("deepseek_v2", 2, 2, 2, 16, True, None),
+    ("deepseek_v2", 2, 2, 4, 1, True, None),
+    ("qwen3", 2, 1, 2, 1, True, 2),
+    ("qwen3", 2, 1, 2, 32, False, 3),
+    ("qwen3", 4, 1, 4, 16, True, 3),
+    ("qwen3", 2, 2, 2, 16, True, 2),
+    ("qwen3_mqa", 2, 2, 4, 1, True, 3),
 )
+# Prefills of MLA gather what is cached, those of GQA the queries of rows that are split.
+GATHERING = ("chunked_prefill", "mixed_batches", "prefix_hits")
+# Of results of decodes, and with GQA of prefills.
+MERGES = {
+    "deepseek_v2": "all_reduce dcp",
+    "qwen3": "all_to_all_single dcp",
+    "qwen3_mqa": "all_to_all_single dcp",
+}
+
+Case: TypeAlias = tuple[str, int, int, Sharing]
 
 
 @pytest.fixture(
-    scope="module", params=CASES, ids=lambda case: "pcp{}-tp{}-dcp{}-{}-{}".format(*case)
+    scope="module", params=CASES, ids=lambda case: "{}-pcp{}-tp{}-dcp{}-{}-{}-{}".format(*case)
 )
-def case(request: pytest.FixtureRequest) -> tuple[int, int, Sharing]:
-    """Return P, TP and what is shared."""
-    pcp, tp, *sharing = request.param
-    return pcp, tp, Sharing(*sharing)
+def case(request: pytest.FixtureRequest) -> Case:
+    """Return the model, P, TP and what is shared."""
+    name, pcp, tp, *sharing = request.param
+    return name, pcp, tp, Sharing(*sharing)
 
 
 @pytest.fixture(scope="module")
-def pair(case: tuple[int, int, Sharing], engines: Engines) -> Pair:
+def pair(case: Case, engines: Engines) -> Pair:
     """Return what one rank and the case give."""
-    return engines.sharing_pair("deepseek_v2", *case)
+    return engines.sharing_pair(*case)
 
 
 def test_answers(pair: Pair) -> None:
@@ -41,9 +62,9 @@ def test_answers(pair: Pair) -> None:
         pair.require_same(name)
 
 
-def test_prefixes_are_found(pair: Pair, case: tuple[int, int, Sharing]) -> None:
+def test_prefixes_are_found(pair: Pair, case: Case) -> None:
     hits = [request["num_cached_tokens"] for request in pair.require_same("prefix_hits")]
-    num_cached = 4 * SHARED_SIZES.block_size if case[2].caches_prefixes else 0
+    num_cached = 4 * SHARED_SIZES.block_size if case[3].caches_prefixes else 0
     assert hits == [0] + [num_cached] * len(REMAINDERS)
 
 
@@ -53,11 +74,18 @@ def test_capacity_is_d_times_that_of_a_rank(pair: Pair) -> None:
     assert pair.several.num_kv_cache_tokens == pair.one.num_kv_cache_tokens == expected
 
 
-def test_ranks_issue_the_same_collectives_and_hold_the_same_bits(pair: Pair) -> None:
-    for scenario in pair.several.scenarios.values():
+def test_ranks_issue_the_same_collectives_and_hold_the_same_bits(pair: Pair, case: Case) -> None:
+    for name, scenario in pair.several.scenarios.items():
         first, *others = scenario.collectives
         assert all(other == first for other in others)
         assert any(line.startswith("hidden_states") for line in first)
-        # Prefills gather, decodes merge.
-        assert any(line.startswith("all_gather_into_tensor dcp") for line in first)
-        assert any(line.startswith("all_reduce dcp") for line in first)
+        if name in GATHERING:
+            assert any(line.startswith("all_gather_into_tensor dcp") for line in first)
+        assert any(line.startswith(MERGES[case[0]]) for line in first)
+
+
+def test_flash_attention_where_nothing_is_shared(engines: Engines) -> None:
+    """Its own code gathers keys and values for the cache, and writes them."""
+    pair = engines.sharing_pair("qwen3", 2, 1, Sharing(flash_attn_version=2))
+    for name in SHARED_SCENARIOS:
+        pair.require_same(name)

@@ -32,6 +32,7 @@ def attention_backend(
     over: str = "TRITON_MLA",
     registered: str | None = None,
     *,
+    selected: str | None = None,
     use_mla: bool = False,
     use_sparse: bool = False,
 ) -> str:
@@ -44,7 +45,8 @@ def attention_backend(
         register_backend(AttentionBackendEnum[over], registered)
     config = AttentionSelectorConfig(320, torch.float32, "auto", 32, use_mla, False, use_sparse)
     try:
-        return current_platform.get_attn_backend_cls(cast(Any, None), config)
+        backend = None if selected is None else AttentionBackendEnum[selected]
+        return current_platform.get_attn_backend_cls(cast(Any, backend), config)
     finally:
         AttentionBackendEnum[over].clear_override()
 
@@ -217,10 +219,19 @@ def test_dense_mla_says_what_transformers_says(
     )
     assert [answer.num_cached_tokens for answer in answers[1]] == [256, 96, 32, 96]
 
-    model = AutoModelForCausalLM.from_pretrained(checkpoints("deepseek_v2"))
-    for prompt, answer in zip(
-        [*prompts, *cached, prompts[6]], [*answers[0], *answers[1]], strict=True
-    ):
+    require_answers_of_transformers(
+        checkpoints("deepseek_v2"),
+        [*prompts, *cached, prompts[6]],
+        [*answers[0], *answers[1]],
+    )
+
+
+def require_answers_of_transformers(
+    checkpoint: Path, prompts: Sequence[list[int]], answers: Sequence[Answer]
+) -> None:
+    """Assert that answers are those of the Transformers library, nearly to the same logprobs."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    for prompt, answer in zip(prompts, answers, strict=True):
         with torch.inference_mode():
             logits = model(torch.tensor([prompt + answer.tokens])).logits[0]
         expected = logits.log_softmax(-1)[len(prompt) - 1 : -1]

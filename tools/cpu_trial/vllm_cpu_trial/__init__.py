@@ -11,6 +11,7 @@ distribution; it holds no module of that name. Beside the name it carries
 * ``platform``: a platform that lets MLA in, active under the interpreter only,
 * ``mla``, ``mla_cache`` and ``mla_prefill``: dense MLA in torch, where vLLM has kernels for GPUs,
 * ``sparse_mla`` and ``indexer``: sparse MLA, in the same way,
+* ``flash_attention``: the FLASH_ATTN backend, for those who ask for it,
 * ``operators``: what defines operators for them,
 * ``sinks``: attention sinks in other dtypes than bfloat16,
 * ``experts``: expert parallelism,
@@ -43,6 +44,7 @@ def register() -> None:
     )
     from vllm_cpu_trial import (
         experts,
+        flash_attention,
         indexer,
         libdevice,
         mla,
@@ -57,6 +59,7 @@ def register() -> None:
 
     for module in (
         experts,
+        flash_attention,
         indexer,
         libdevice,
         mla,
@@ -69,12 +72,15 @@ def register() -> None:
         for owner, name, replacement in module.REPLACEMENTS:
             getattr(owner, name)
             setattr(owner, name, replacement)
-    for module in (indexer, mla_cache, sparse_mla):
+    for owner, name, addition in flash_attention.ADDITIONS:
+        setattr(owner, name, addition)
+    for module in (flash_attention, indexer, mla_cache, sparse_mla):
         for namespace, operator, *written in module.OPERATORS:
             operators.define(namespace, operator, *written)
     register_mla_prefill_backend(
         MLAPrefillBackendEnum.FLASH_ATTN, "vllm_cpu_trial.mla_prefill.TorchPrefillBackend"
     )
+    flash_attention.init_workspace()
 
 
 def _is_interpreted() -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU platform of vLLM, with MLA let in.
+"""The CPU platform of vLLM, with MLA let in, and FLASH_ATTN where it is asked for.
 
 Symptom: a DeepSeek model ends with "MLA is not supported on CPU". Let in, it loses chunked prefill
 and the user's budget of tokens, and where the rotary embedding is the plain one its logprobs are
@@ -26,7 +26,7 @@ _TORCH_ROTARY_EMBEDDING = "-rotary_embedding"
 
 
 class TrialPlatform(CpuPlatform):
-    """Runs MLA too; everything else as ``CpuPlatform`` does."""
+    """Runs MLA and FLASH_ATTN too; everything else as ``CpuPlatform`` does."""
 
     @classmethod
     def get_attn_backend_cls(
@@ -44,6 +44,11 @@ class TrialPlatform(CpuPlatform):
             if attn_selector_config.use_sparse:
                 return AttentionBackendEnum.FLASHMLA_SPARSE.get_path()
             return AttentionBackendEnum.TRITON_MLA.get_path()
+        if (
+            selected_backend is AttentionBackendEnum.FLASH_ATTN
+            and not attn_selector_config.use_sparse
+        ):
+            return AttentionBackendEnum.FLASH_ATTN.get_path()
         return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
 
     @classmethod

@@ -23,22 +23,30 @@ import numpy as np
 import pytest
 import torch
 
-from tests.v1.attention.backends.pcp import flash_twin
+from tests.v1.attention.backends.pcp import dense_attention
 from tests.v1.worker.gpu.pcp.oracle import Batch, Request, edge_lengths
 from vllm import _custom_ops
-from vllm.config import CacheConfig, ModelConfig, VllmConfig, set_current_vllm_config
+from vllm.config import (
+    CacheConfig,
+    CUDAGraphMode,
+    ModelConfig,
+    VllmConfig,
+    set_current_vllm_config,
+)
 from vllm.distributed import parallel_state
 from vllm.distributed.pcp import kv_gather, shard_collectives
 from vllm.distributed.pcp.step import REPLICATED, StepState, set_step_state
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import flash_attn as stock
-from vllm.v1.attention.backends.pcp import flash_attn, flash_attn_metadata
+from vllm.v1.attention.backends.pcp import flash_attn, flash_attn_metadata, merge_partials
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker import workspace
 from vllm.v1.worker.gpu.pcp import copies
 from vllm.v1.worker.gpu.pcp.layout import plan_partition
 
 MAX_NUM_TOKENS, MAX_NUM_SEQS = 4096, 64
+# What vLLM has FlashAttention 3 split the keys into at most, in steps that may be in a CUDA graph.
+GRAPH_SPLITS = 32
 
 # What ranks must agree on: name, size of the group, shapes and dtypes.
 Entry = tuple[str, int, tuple[tuple[torch.Size, torch.dtype], ...]]
@@ -120,6 +128,9 @@ def make_config(setting: Setting) -> VllmConfig:
     config.scheduler_config.max_num_batched_tokens = MAX_NUM_TOKENS
     config.scheduler_config.max_num_seqs = MAX_NUM_SEQS
     config.attention_config.flash_attn_version = setting.fa_version
+    if setting.has_graphs:
+        config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+        config.compilation_config.max_cudagraph_capture_size = MAX_NUM_TOKENS
     return config
 
 
@@ -190,22 +201,27 @@ class Ranks(kv_gather.KVGather):
         monkeypatch.setattr(
             copies, "async_copy_to_gpu", lambda array, device: torch.from_numpy(array)
         )
-        write = flash_twin.reshape_and_cache_flash
+        twins = pytest.importorskip("vllm_cpu_trial.flash_attention", reason="no twins of kernels")
+        write = twins.reshape_and_cache_flash
         monkeypatch.setattr(_custom_ops, "reshape_and_cache_flash", write)
         monkeypatch.setattr(stock, "reshape_and_cache_flash", write, raising=False)
-        monkeypatch.setattr(flash_attn, "flash_attn_varlen_func", self._flash_attn, raising=False)
+        monkeypatch.setattr(stock, "get_flash_attn_version", twins.flash_attn_version)
+        plan = twins.get_scheduler_metadata
+        monkeypatch.setattr(stock, "get_scheduler_metadata", plan, raising=False)
+        self._attend = twins.flash_attn_varlen_func
+        monkeypatch.setattr(stock, "flash_attn_varlen_func", self._flash_attn, raising=False)
         monkeypatch.setattr(flash_attn, "merge_partials", self._merge_partials)
 
-    def _flash_attn(self, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def _flash_attn(self, **arguments: Any) -> Any:
         self.launches.append(arguments["num_splits"])
         if self.computes:
-            return flash_twin.flash_attn_varlen_func(**arguments)
+            return self._attend(**arguments)
         query = arguments["q"]
         return arguments["out"], torch.zeros(query.shape[1], query.shape[0])
 
     def _merge_partials(self, *arguments: Any) -> None:
         if self.computes:
-            flash_twin.merge_partials(*arguments)
+            merge_partials.merge_partials(*arguments)
 
     def _make_rank(self, index: int) -> Rank:
         setting = self.setting
@@ -230,12 +246,6 @@ class Ranks(kv_gather.KVGather):
                 None,
                 setting.kv_cache_dtype,
             )
-        if setting.has_graphs:
-            rank.builder.use_full_cuda_graph = True
-            rank.builder.max_cudagraph_size = MAX_NUM_TOKENS
-            rank.builder.max_num_splits = flash_twin.GRAPH_SPLITS
-        if setting.device == "cpu":
-            rank.impl.vllm_flash_attn_version = setting.fa_version
         assert rank.impl.vllm_flash_attn_version == setting.fa_version
         rank.impl.process_weights_after_loading(setting.dtype)
         return rank
@@ -527,7 +537,7 @@ class Step:
         group = rank // setting.pcp_world_size
         heads = slice(group * setting.num_heads, (group + 1) * setting.num_heads)
         results = [
-            flash_twin.attention(
+            dense_attention.attention(
                 self.queries[r][start : start + length, heads],
                 self.keys[r][: start + length],
                 self.values[r][: start + length],

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """FLASH_ATTN with a cache that ranks share: each row of each rank is dense causal attention.
 
-On CPUs FlashAttention is a twin in plain torch, which insists on its contract; on GPUs it is the
+On CPUs FlashAttention is the CPU trial's, which insists on its contract; on GPUs it is the
 real one, with the ranks' collectives played on the one GPU.
 """
 
@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.v1.attention.backends.pcp import flash_twin
 from tests.v1.attention.backends.pcp.dcp_ranks import (
+    GRAPH_SPLITS,
     MAX_NUM_SEQS,
     MAX_NUM_TOKENS,
     Ranks,
@@ -218,11 +218,11 @@ def test_steps_that_are_in_no_graph_leave_splits_to_the_kernel(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """FlashAttention 3 allocates the results of each split."""
-    ranks = Ranks(setting_of("P2", has_graphs=True), monkeypatch)
+    ranks = Ranks(setting_of("P2", fa_version=3, has_graphs=True), monkeypatch)
     step = Step(Batch(2, tuple(STEPS[kind][0])), ranks)
     ranks.play(step.run)
     fits_graph = all(request.num_scheduled == 1 for request in step.batch.requests)
-    assert set(ranks.launches) == {flash_twin.GRAPH_SPLITS if fits_graph else 0}
+    assert set(ranks.launches) == {GRAPH_SPLITS if fits_graph else 0}
 
 
 @on_cpu

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel that merges partial attention does what its twin in torch does.
+"""What merges partial attention, a kernel and its twin in torch, against a plain softmax.
 
 On CPUs the kernel is interpreted, in a process of its own.
 """
@@ -20,11 +20,12 @@ NUM_TOKENS, NUM_PARTIAL_TOKENS, NUM_HEADS = 5, 7, 3
 pytestmark: list[pytest.MarkDecorator] = [pytest.mark.gpu] if HAS_GPU else []
 
 
-def merged_and_expected(
+def merged(
     num_partials: int, head_size: int, dtype: torch.dtype, has_own: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    from tests.v1.attention.backends.pcp import flash_twin
-    from vllm.v1.attention.backends.pcp.merge_partials import merge_partials
+) -> list[torch.Tensor]:
+    """Return what the kernel, its twin and the oracle make of the same parts."""
+    from tests.v1.attention.backends.pcp import dense_attention
+    from vllm.v1.attention.backends.pcp import merge_partials
 
     generator = torch.Generator().manual_seed(num_partials)
 
@@ -45,12 +46,17 @@ def merged_and_expected(
         output[:] = torch.nan
 
     results = []
-    for merge, device in ((merge_partials, DEVICE), (flash_twin.merge_partials, "cpu")):
-        merged = output.to(dtype).to(device)
+    cpu = torch.device("cpu")
+    for merge, device in (
+        (merge_partials._launch_kernel, DEVICE),
+        (merge_partials.merge_partials, cpu),
+        (dense_attention.merge, cpu),
+    ):
+        result = output.to(dtype).to(device)
         lse = own_lse.to(device) if has_own else None
-        merge(merged, lse, partials.to(dtype).to(device), lses.to(device))
-        results.append(merged.cpu())
-    return results[0], results[1]
+        merge(result, lse, partials.to(dtype).to(device), lses.to(device))
+        results.append(result.cpu())
+    return results
 
 
 @pytest.mark.parametrize("has_own", [True, False])
@@ -63,11 +69,12 @@ def merged_and_expected(
         (8, 80, torch.float32),
     ],
 )
-def test_kernel_equals_its_twin(
+def test_kernel_and_twin_weigh_by_the_softmax(
     call: Callable[..., Any], num_partials: int, head_size: int, dtype: torch.dtype, has_own: bool
 ) -> None:
-    merged, expected = call(merged_and_expected, num_partials, head_size, dtype, has_own)
-    assert not merged.isnan().any()
-    torch.testing.assert_close(merged, expected)
-    if not has_own:
-        assert not merged[2, 1].any(), "no keys at all must give 0"
+    *results, expected = call(merged, num_partials, head_size, dtype, has_own)
+    for result in results:
+        assert not result.isnan().any()
+        torch.testing.assert_close(result, expected)
+        if not has_own:
+            assert not result[2, 1].any(), "no keys at all must give 0"

@@ -39,6 +39,7 @@ from vllm.distributed.pcp.shard_collectives import (
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import canonicalize_singleton_dim_strides, is_quantized_kv_cache
 from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends import flash_attn as stock
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
@@ -54,9 +55,6 @@ from vllm.v1.attention.backends.pcp.kv_gather import kv_views
 from vllm.v1.attention.backends.pcp.merge_partials import merge_partials
 from vllm.v1.attention.backends.pcp.reshape_and_cache import ReshapeAndCacheMixin
 from vllm.v1.worker.workspace import current_workspace_manager
-
-if current_platform.is_cuda():
-    from vllm.vllm_flash_attn import flash_attn_varlen_func
 
 
 class PCPFlashAttentionImpl(ReshapeAndCacheMixin, FlashAttentionImpl):
@@ -332,7 +330,8 @@ class PCPFlashAttentionImpl(ReshapeAndCacheMixin, FlashAttentionImpl):
         """Run FlashAttention into ``output``; return the log-sum-exp, ``[heads, tokens]``."""
         assert self.vllm_flash_attn_version is not None
         scales_shape = (cu_seqlens_q.shape[0] - 1, self.num_kv_heads)
-        _, lse = flash_attn_varlen_func(
+        # What the stock implementation calls, a twin on CPUs.
+        _, lse = stock.flash_attn_varlen_func(  # type: ignore[attr-defined]  # imported there
             q=query,
             k=key,
             v=value,

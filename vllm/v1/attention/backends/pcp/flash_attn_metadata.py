@@ -16,6 +16,7 @@ from vllm.distributed.pcp.step import get_step_state
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends import flash_attn as stock
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadata,
     FlashAttentionMetadataBuilder,
@@ -23,9 +24,6 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm.v1.attention.backends.pcp.context_plan import plan_gathered_rows, plan_step_keys
 from vllm.v1.attention.backends.pcp.kv_gather import RowsPerRequestMixin
 from vllm.v1.worker.gpu.pcp.copies import copy_to_device
-
-if current_platform.is_cuda():
-    from vllm.vllm_flash_attn import get_scheduler_metadata
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -203,7 +201,9 @@ class PCPFlashAttentionMetadataBuilder(RowsPerRequestMixin, FlashAttentionMetada
     def _plan_kernel(self, rows: CachedRows) -> torch.Tensor:
         """Have FlashAttention 3 plan its launch once for all layers."""
         is_quantized = is_quantized_kv_cache(self.cache_config.cache_dtype)
-        planned: torch.Tensor = get_scheduler_metadata(
+        # What the stock builder calls, a twin on CPUs.
+        plan = stock.get_scheduler_metadata  # type: ignore[attr-defined]  # imported there
+        planned: torch.Tensor = plan(
             batch_size=rows.seqused_k.shape[0],
             max_seqlen_q=rows.max_seqlen_q,
             max_seqlen_k=rows.max_seqlen_k,

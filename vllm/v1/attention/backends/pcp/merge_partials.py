@@ -90,9 +90,22 @@ def merge_partials(
     assert partials.is_contiguous()
     assert partial_lses.is_contiguous()
     assert output.stride(2) == 1
+    if output.is_cuda:
+        _launch_kernel(output, output_lse, partials, partial_lses)
+    else:
+        _merge_torch(output, output_lse, partials, partial_lses)
+
+
+def _launch_kernel(
+    output: torch.Tensor,
+    output_lse: torch.Tensor | None,
+    partials: torch.Tensor,
+    partial_lses: torch.Tensor,
+) -> None:
+    num_partials, num_partial_tokens, num_heads, head_size = partials.shape
     lse = partial_lses[0] if output_lse is None else output_lse
     assert lse.stride(1) == 1
-    launch: Any = _merge_partials_kernel[(num_tokens, num_heads)]
+    launch: Any = _merge_partials_kernel[(output.shape[0], num_heads)]
     launch(
         output,
         lse,
@@ -108,3 +121,22 @@ def merge_partials(
         HEAD_SIZE=head_size,
         HEAD_BLOCK=triton.next_power_of_2(head_size),
     )
+
+
+def _merge_torch(
+    output: torch.Tensor,
+    output_lse: torch.Tensor | None,
+    partials: torch.Tensor,
+    partial_lses: torch.Tensor,
+) -> None:
+    num_tokens = output.shape[0]
+    parts, lses = [*partials[:, :num_tokens]], [*partial_lses[..., :num_tokens]]
+    if output_lse is not None:
+        parts, lses = [output, *parts], [output_lse, *lses]
+    lse = torch.stack(lses)
+    lse = lse.masked_fill(lse == torch.inf, -torch.inf).transpose(1, 2)[..., None]
+    weights = (lse - lse.amax(dim=0).nan_to_num(neginf=0.0)).exp()
+    total = weights.sum(dim=0)
+    # A part that no key went into may be anything.
+    merged = torch.where(weights > 0, weights * torch.stack(parts), 0.0).sum(dim=0)
+    output.copy_(torch.where(total > 0, merged / total, 0.0))
