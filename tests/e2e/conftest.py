@@ -53,7 +53,11 @@ SHARED_SCENARIOS = (
     "prefix_hits",
     "short_prefix_hits_beside_short_prompts",
 )
-SHARED_SPARSE_SCENARIOS = ("chunked_prefill", "mixed_batches", "prefix_hits")
+SHARED_SPARSE_SCENARIOS = (
+    "chunked_prefill",
+    "mixed_batches",
+    "short_prefix_hits_beside_short_prompts",
+)
 EXPERT_SCENARIOS = (*PREFILL_SCENARIOS, "seeds")
 SPARSE_SCENARIOS = (
     "short_prompts_alone",

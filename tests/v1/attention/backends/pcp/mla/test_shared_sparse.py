@@ -72,6 +72,14 @@ def flash_attention(**given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack(outs), torch.stack(lses, dim=1)
 
 
+def stand_in_for_flash_attention(patch: pytest.MonkeyPatch) -> None:
+    """Let modules that no CPU build has be imported."""
+    for name in ("vllm.vllm_flash_attn", "vllm.vllm_flash_attn.flash_attn_interface"):
+        module: Any = ModuleType(name)
+        module.flash_attn_varlen_func = flash_attention
+        patch.setitem(sys.modules, name, module)
+
+
 class Exchanges:
     """What ranks have put into exchanges, by rank and turn."""
 
@@ -172,11 +180,7 @@ def attend(backend: str, max_rows: int, is_quantized: bool) -> list[torch.Tensor
         patch.setattr(shared_decode, "gather_lse", exchanges.gather_lse)
         patch.setattr(shared_decode, "sum_over_shards", exchanges.sum_over_shards)
         if backend == "FLASH_ATTN_MLA_SPARSE":
-            # No CPU build has it.
-            for name in ("vllm.vllm_flash_attn", "vllm.vllm_flash_attn.flash_attn_interface"):
-                module: Any = ModuleType(name)
-                module.flash_attn_varlen_func = flash_attention
-                patch.setitem(sys.modules, name, module)
+            stand_in_for_flash_attention(patch)
         workspace.init_workspace_manager(torch.device("cpu"))
         for rank in list(range(NUM_SHARDS)) * 3:
             exchanges.start(rank)
@@ -230,3 +234,39 @@ def test_rows_attend_to_what_they_selected(
     wanted = interpreter(expected, is_quantized=is_quantized)
     for out in outs:
         assert (out - wanted).abs().max() < 1e-4
+
+
+def refusals(num_shards: int) -> list[Any]:
+    """Return what vLLM's FLASH_ATTN_MLA_SPARSE, and ours, say of a model."""
+    from types import SimpleNamespace
+
+    from vllm.config import set_current_vllm_config
+
+    config: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(decode_context_parallel_size=num_shards),
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(index_topk=8)),
+    )
+    arguments: Any = (576, torch.bfloat16, "auto", 64, True, False, True, False, None)
+    with pytest.MonkeyPatch.context() as patch:
+        stand_in_for_flash_attention(patch)
+        from vllm.v1.attention.backends.mla import flashattn_mla_sparse
+        from vllm.v1.attention.backends.pcp.mla.flashattn_mla_sparse import (
+            PCPFlashAttnMLASparseBackend,
+        )
+
+        patch.setattr(flashattn_mla_sparse, "flash_attn_supports_mla", lambda: True)
+        with set_current_vllm_config(config):
+            return [
+                backend.supports_combination(*arguments)
+                for backend in (
+                    flashattn_mla_sparse.FlashAttnMLASparseBackend,
+                    PCPFlashAttnMLASparseBackend,
+                )
+            ]
+
+
+def test_shared_caches_are_no_reason_to_refuse_a_model(interpreter: Interpreter) -> None:
+    assert interpreter(refusals, 1) == [None, None]
+    stock, ours = interpreter(refusals, 2)
+    assert "DCP" in stock
+    assert ours is None
