@@ -14,7 +14,6 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from vllm.compilation.counter import compilation_counter
-from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.pcp.step import get_step_state
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.v1.attention.backends.pcp.mla.latent import PlannedPrefillMixin
@@ -42,15 +41,12 @@ class Stock:
     def load_model(self) -> None:
         self.model_memory_usage = 100
 
-    def _dummy_run(self, num_tokens: int, **_: bool) -> tuple[None, None]:
+    def _dummy_run(self, num_tokens: int) -> tuple[None, None]:
         self.dummy_tokens.append(num_tokens)
         return None, None
 
     def profile_run(self) -> None:
         self.is_profiled = True
-
-    def profile_cudagraph_memory(self) -> int:
-        return 5
 
     def execute_model(self, *args: Any, is_profile: bool) -> None:
         self.eager.append(is_profile)
@@ -162,21 +158,6 @@ class Captured:
         self.runs.append((len(input_ids), replayed_rows, get_step_state().is_partitioned))
         if replayed_rows and self.is_compiled:
             compilation_counter.num_cudagraph_captured += 3
-
-
-@pytest.mark.parametrize("mode", [CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL])
-def test_graphs_of_partitioned_steps_are_counted_before_the_kv_cache_is_sized(
-    runner: Any, monkeypatch: pytest.MonkeyPatch, mode: CUDAGraphMode
-) -> None:
-    stats = {"allocated_bytes.all.current": 100, "allocated_bytes.all.peak": 130}
-    monkeypatch.setattr(torch.accelerator, "memory_stats", lambda _: stats)
-    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda _: None)
-    runner.pcp.graphs = PartitionGraphs()
-    runner.compilation_config = SimpleNamespace(cudagraph_mode=mode)
-    runner.device, has_graphs = "cuda", mode == CUDAGraphMode.FULL_AND_PIECEWISE
-    assert runner.profile_cudagraph_memory() == (35 if has_graphs else 5)
-    assert runner.dummy_tokens == ([MAX_LOCAL_TOKENS] if has_graphs else [])
-    assert not get_step_state().is_partitioned
 
 
 @pytest.mark.parametrize("is_compiled", [True, False])

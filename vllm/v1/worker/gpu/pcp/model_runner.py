@@ -143,29 +143,6 @@ class PCPRunnerMixin(_RunnerBase):
         torch.empty(shape, dtype=dtype, device=self.device)
 
     @torch.inference_mode()
-    def profile_cudagraph_memory(self) -> int:
-        """Return the bytes to keep for CUDA graphs, those of partitioned steps included.
-
-        Called when the peak of ``profile_run`` has been read. vLLM counts nothing for its own, of
-        at most 512 rows; ours have up to ``graphs.MAX_ROWS``, and what lies between attention
-        layers stays allocated.
-
-        Collectives: those of the layers of experts.
-        """
-        num_bytes: int = super().profile_cudagraph_memory()
-        if not self.compilation_config.cudagraph_mode.has_piecewise_cudagraphs():
-            return num_bytes
-        torch.accelerator.reset_peak_memory_stats(self.device)
-        before = torch.accelerator.memory_stats(self.device)["allocated_bytes.all.current"]
-        set_step_state(StepState(is_partitioned=True))
-        num_rows = self.pcp.graphs.sizes(self.pcp.max_local_tokens)[-1]
-        self._dummy_run(num_rows, skip_attn=True, is_profile=True)
-        set_step_state(REPLICATED)
-        self.execute_model_state = None
-        peak = torch.accelerator.memory_stats(self.device)["allocated_bytes.all.peak"]
-        return num_bytes + int(peak - before)
-
-    @torch.inference_mode()
     def capture_model(self) -> int:
         """Capture the graphs of other steps, then those of partitioned ones.
 
