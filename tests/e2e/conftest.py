@@ -90,12 +90,14 @@ class Sharing:
         interleave: Tokens that one of them keeps in a row.
         caches_prefixes: Whether prompts are looked up.
         flash_attn_version: Of FLASH_ATTN, on ranks that share; None for another backend.
+        forks: Whether ranks are forked.
     """
 
     dcp: int = 1
     interleave: int = 1
     caches_prefixes: bool = True
     flash_attn_version: int | None = None
+    forks: bool = True
 
 
 class Engines:
@@ -131,6 +133,8 @@ class Engines:
         """Return what one rank gives, and what ranks give that offload their KV cache."""
         one = dataclasses.replace(self.spec(name, 1, 1), sizes=SHARED_SIZES, scenarios=OFFLOADED)
         several = dataclasses.replace(one, pcp=pcp, tp=tp, dcp=dcp, offloading=connector)
+        if name == "qwen3" and dcp > 1:
+            several = dataclasses.replace(several, flash_attn_version=3)
         return self.results_of(one), self.results_of(several)
 
     def results(self, name: str, pcp: int, tp: int, ep: bool = False) -> EngineResults:

@@ -18,9 +18,9 @@ CASES = (
     ("gemma3", 2, 1, 1, "native"),
     ("deepseek_v2", 2, 1, 1, "native, two blocks at a time"),
     ("deepseek_v2", 2, 1, 2, "native, two blocks at a time"),
-    ("deepseek_v2", 2, 1, 2, "simple, late"),
+    ("qwen3", 2, 1, 2, "simple, late"),
     ("deepseek_v2", 2, 2, 4, "simple"),
-    ("deepseek_v32", 2, 1, 1, "native"),
+    ("deepseek_v32", 2, 1, 2, "native"),
 )
 
 

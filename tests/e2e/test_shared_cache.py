@@ -16,15 +16,16 @@ from tests.e2e.scenarios import REMAINDERS
 
 pytestmark = pytest.mark.slow
 
-# Model, P, TP, D, tokens in a row (a block has 32 with D = 2 and 16 with D = 4), prefix caching and
-# the version of FLASH_ATTN. TP ranks that share the cache of GQA must want the same KV head.
+# Model, P, TP, D, tokens in a row (a block has 32 with D = 2 and 16 with D = 4), prefix caching,
+# the version of FLASH_ATTN, and whether ranks are forked: spawned ones differ in the order of their
+# sets. TP ranks that share the cache of GQA must want the same KV head.
 CASES = (
-    ("deepseek_v2", 2, 1, 2, 1, True, None),
+    ("deepseek_v2", 2, 1, 2, 1, True, None, False),
     ("deepseek_v2", 2, 1, 2, 16, False, None),
     ("deepseek_v2", 4, 1, 4, 16, True, None),
     ("deepseek_v2", 2, 2, 2, 16, True, None),
     ("deepseek_v2", 2, 2, 4, 1, True, None),
-    ("qwen3", 2, 1, 2, 1, True, 2),
+    ("qwen3", 2, 1, 2, 1, True, 2, False),
     ("qwen3", 2, 1, 2, 32, False, 3),
     ("qwen3", 4, 1, 4, 16, True, 3),
     ("qwen3", 2, 2, 2, 16, True, 2),
@@ -42,9 +43,7 @@ MERGES = {
 Case: TypeAlias = tuple[str, int, int, Sharing]
 
 
-@pytest.fixture(
-    scope="module", params=CASES, ids=lambda case: "{}-pcp{}-tp{}-dcp{}-{}-{}-{}".format(*case)
-)
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(map(str, case)))
 def case(request: pytest.FixtureRequest) -> Case:
     """Return the model, P, TP and what is shared."""
     name, pcp, tp, *sharing = request.param

@@ -13,7 +13,8 @@ import torch
 from tests.conftest import Interpreter
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
-from vllm.v1.executor.pcp import with_packed_tokens
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.executor.pcp import PCPMultiprocExecutor, with_packed_tokens
 
 NUM_REQS, MAX_TOKENS = 5, 70
 TOKENS = list(range(100, 160))
@@ -80,3 +81,12 @@ def test_workers_get_the_tokens_that_were_scheduled(
     assert sent.block_ids == ([1, 2],)
     # The engine core goes on with its own.
     assert output.scheduled_new_reqs[0].prefill_token_ids is prefill
+
+
+def test_the_executor_sends_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[SchedulerOutput] = []
+    monkeypatch.setattr(MultiprocExecutor, "execute_model", lambda *args: sent.append(args[1]))
+    output = SchedulerOutput.make_empty()
+    output.scheduled_new_reqs = [new_request(TOKENS, TOKENS)]
+    PCPMultiprocExecutor.execute_model(object.__new__(PCPMultiprocExecutor), output)
+    assert isinstance(sent[0].scheduled_new_reqs[0].prefill_token_ids, array)
