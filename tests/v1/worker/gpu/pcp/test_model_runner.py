@@ -45,6 +45,9 @@ class Stock:
         self.dummy_tokens.append(num_tokens)
         return None, None
 
+    def initialize_kv_cache(self, kernel_block_sizes: list[int]) -> None:
+        self.kernel_block_sizes = kernel_block_sizes
+
     def profile_run(self) -> None:
         self.is_profiled = True
 
@@ -108,6 +111,18 @@ def test_dummy_runs_are_of_one_ranks_share(runner: Any) -> None:
 def test_the_gather_buffer_is_counted_before_the_kv_cache_is_sized(runner: Any) -> None:
     runner.load_model()
     assert runner.model_memory_usage == 100 + 7 * 16
+
+
+def test_runs_of_tokens_lie_in_a_kernels_block(runner: Any) -> None:
+    """Slots are counted in these, whatever the scheduler's are: 128 with FLASHMLA's 64, say."""
+    runner.use_dcp, runner.cp_interleave = True, 64
+    runner.initialize_kv_cache([64, 128])
+    for runner.cp_interleave in (48, 128):
+        wanted = rf"interleave-size {runner.cp_interleave}, .*\[64.* divisor of 64"
+        with pytest.raises(ValueError, match=wanted):
+            runner.initialize_kv_cache([64, 128])
+    runner.use_dcp = False
+    runner.initialize_kv_cache([64])
 
 
 def prepare_profile_run(runner: Any, kind: type, impl: object, dcp_size: int = 1) -> None:

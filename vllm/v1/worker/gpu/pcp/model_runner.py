@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from vllm.v1.worker.gpu.pcp.token_ids import PackedTokenIds
 if TYPE_CHECKING:
     from vllm.sequence import IntermediateTensors
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
     from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -102,6 +104,16 @@ class PCPRunnerMixin(_RunnerBase):
         """
         specs: dict[str, KVCacheSpec] = super().get_kv_cache_spec()  # type: ignore[no-untyped-call]
         return {name: with_quant_mode(spec) for name, spec in specs.items()}
+
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
+        """Allocate the KV cache; where ranks share it, check how they do.
+
+        Raises:
+            ValueError: Kernels' blocks, in which slots are counted, do not hold whole runs.
+        """
+        super().initialize_kv_cache(kv_cache_config)
+        if self.use_dcp:
+            check_interleave(self.cp_interleave, self.kernel_block_sizes)
 
     def _dummy_run(
         self, num_tokens: int, *args: Any, **kwargs: Any
@@ -366,6 +378,29 @@ class PCPRunnerMixin(_RunnerBase):
         """Log the counters, then release what the stock runner releases."""
         self.pcp.log_stats()
         super().shutdown()
+
+
+def check_interleave(interleave: int, kernel_block_sizes: list[int]) -> None:
+    """Check that a run of tokens that a rank keeps lies in one block.
+
+    vLLM compares with the blocks of the scheduler alone, which kernels may divide.
+
+    Args:
+        interleave: Tokens of a run.
+        kernel_block_sizes: Tokens of a kernel's block, of each group of layers.
+
+    Raises:
+        ValueError: It does not; tokens would be written to the slots of others.
+    """
+    wrong = sorted({size for size in kernel_block_sizes if size % interleave})
+    if wrong:
+        raise ValueError(
+            "Prefill context parallelism does not support decode context parallelism with runs of "
+            f"tokens that kernels' blocks cut (got --cp-kv-cache-interleave-size {interleave}, and "
+            f"from the attention backend blocks of {wrong} tokens). Set "
+            f"--cp-kv-cache-interleave-size to a divisor of {math.gcd(*kernel_block_sizes)}, or "
+            "--decode-context-parallel-size 1."
+        )
 
 
 def with_quant_mode(spec: KVCacheSpec) -> KVCacheSpec:
