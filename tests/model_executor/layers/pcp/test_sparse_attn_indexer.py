@@ -76,6 +76,30 @@ def test_other_steps_write_their_own_keys_without_padding(
     assert torch.equal(written_keys, keys[: NUM_TOKENS - 2])
 
 
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_memory_is_reserved_for_one_way_to_select(
+    monkeypatch: pytest.MonkeyPatch, is_shared: bool
+) -> None:
+    """While memory is profiled: what the stock operator reserves is not used where ranks share."""
+    from vllm.model_executor.layers.pcp import sparse_attn_indexer as module
+
+    reserved: list[Any] = []
+    indexer: Any = object.__new__(module.PCPSparseAttnIndexer)
+    torch.nn.Module.__init__(indexer)
+    names = ("quant_block_size", "scale_fmt", "topk_tokens", "head_dim", "max_model_len")
+    vars(indexer).update(dict.fromkeys(names))
+    indexer.max_total_seq_len, indexer.k_cache = 1000, SimpleNamespace(kv_cache=None)
+    indexer.shared_selection = (
+        SimpleNamespace(reserve=lambda: reserved.append("shared")) if is_shared else None
+    )
+    context = SimpleNamespace(attn_metadata=None)
+    monkeypatch.setattr(module, "get_forward_context", lambda: context)
+    stock: Any = lambda **given: reserved.append(given["total_seq_lens"])
+    monkeypatch.setattr(module, "sparse_attn_indexer", stock)
+    indexer.write_and_select(*[torch.empty(0)] * 5, "indexer")
+    assert reserved == (["shared", 0] if is_shared else [1000])
+
+
 def test_graphs_are_split_at_the_operator() -> None:
     """Captured, it would write to the slots of the captured step, and select from stale keys."""
     import vllm.model_executor.layers.pcp.sparse_attn_indexer  # noqa: F401

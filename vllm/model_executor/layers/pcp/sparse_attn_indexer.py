@@ -109,6 +109,7 @@ class PCPSparseAttnIndexer(SparseAttnIndexer):
         """Do what ``forward_cuda`` says, when the step runs."""
         kv_cache = self.k_cache.kv_cache
         metadata = get_forward_context().attn_metadata
+        total_seq_lens = self.max_total_seq_len
         # There is none while memory is profiled.
         if isinstance(metadata, dict):
             own: Any = metadata[self.k_cache.prefix]
@@ -121,6 +122,8 @@ class PCPSparseAttnIndexer(SparseAttnIndexer):
                 return
         elif self.shared_selection is not None:
             self.shared_selection.reserve()
+            # In its place, not beside it.
+            total_seq_lens = 0
         sparse_attn_indexer(
             hidden_states=hidden_states,
             k_cache_prefix=layer_name,
@@ -134,7 +137,7 @@ class PCPSparseAttnIndexer(SparseAttnIndexer):
             topk_tokens=self.topk_tokens,
             head_dim=self.head_dim,
             max_model_len=self.max_model_len,
-            total_seq_lens=self.max_total_seq_len,
+            total_seq_lens=total_seq_lens,
             topk_indices_buffer=topk_indices_buffer,
             skip_k_cache_insert=True,
         )
