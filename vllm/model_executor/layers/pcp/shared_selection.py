@@ -25,7 +25,7 @@ from vllm.v1.attention.backends.pcp.mla.merged_selection import (
     gather_candidates,
     pack_candidates,
 )
-from vllm.v1.attention.backends.pcp.mla.shared_rows import DeviceChunk
+from vllm.v1.attention.backends.pcp.mla.shared_rows import DeviceChunk, parts_of
 from vllm.v1.worker.workspace import current_workspace_manager
 
 SCALE_BYTES = 4
@@ -187,5 +187,4 @@ class SharedSelection:
 def bounded(run: slice, num_keys: int) -> list[slice]:
     """Return parts of a run of queries, whose scores of so many keys have room in memory."""
     num_scores = envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB * (1 << 20) // torch.float32.itemsize
-    step = max(1, num_scores // num_keys)
-    return [slice(start, min(start + step, run.stop)) for start in range(run.start, run.stop, step)]
+    return list(parts_of([run], max(1, num_scores // num_keys)))

@@ -26,6 +26,10 @@ SCALE = 0.05
 LENGTHS, QUERY_LENS, NUM_DECODES = (23, 1, 40, 33), (1, 1, 5, 9), 2
 ORDER, INTERLEAVE = (1, 0), 2
 NUM_SHARDS = len(ORDER)
+# Stands in block tables behind the blocks of a request: reading it fails.
+NO_BLOCK = 1 << 20
+# What a kernel for quantised rows is given at a time.
+MAX_QUERIES = 4
 
 
 def random(*shape: int, seed: int) -> torch.Tensor:
@@ -154,13 +158,30 @@ def make_builder(shards: KVShards, max_rows: int, *, is_quantized: bool) -> Any:
     from vllm.v1.attention.backends.pcp.mla.shared_sparse import SharedSparseBuilderMixin
 
     class Builder(SharedSparseBuilderMixin):
+        def max_queries(self) -> int | None:
+            return MAX_QUERIES if is_quantized else None
+
         def schedule(self, common: Any) -> Any:
+            if not is_quantized:
+                return None
+            assert common.num_actual_tokens <= MAX_QUERIES
             names = ("dummy_block_table", "cache_lens", "scheduler_metadata")
-            return SimpleNamespace(**dict.fromkeys(names)) if is_quantized else None
+            return SimpleNamespace(num_queries=common.num_actual_tokens, **dict.fromkeys(names))
 
     builder: Any = object.__new__(Builder)
+    builder.kv_cache_spec = SimpleNamespace(block_size=BLOCK_SIZE)
     builder.shards, builder.max_rows = shards, max_rows
     return builder
+
+
+def as_scheduled(attend: Any) -> Any:
+    """Return the same, which holds schedules against queries."""
+
+    def checked(q: Any, cache: Any, slots: torch.Tensor, num_slots: Any, schedule: Any) -> Any:
+        assert schedule is None or schedule.num_queries == len(slots)
+        return attend(q, cache, slots, num_slots, schedule)
+
+    return checked
 
 
 def attend(backend: str, max_rows: int, is_quantized: bool) -> list[torch.Tensor]:
@@ -189,9 +210,12 @@ def attend(backend: str, max_rows: int, is_quantized: bool) -> list[torch.Tensor
             num_blocks = -(-max(LENGTHS) // BLOCK_SIZE)
             table = torch.arange(len(LENGTHS) * num_blocks, dtype=torch.int32).flip(0)
             table = table.view(len(LENGTHS), num_blocks)
+            for req, length in enumerate(LENGTHS):
+                most_kept = int(shards.num_kept(torch.tensor(length), rank=0))
+                table[req, -(-most_kept // BLOCK_SIZE) :] = NO_BLOCK
             width, dtype = latents[0].shape[1], latents[0].dtype
             fill = 0 if is_quantized else 1e4
-            cache = torch.full((table.numel(), BLOCK_SIZE, width), fill, dtype=dtype)
+            cache = torch.full((len(LENGTHS) * num_blocks, BLOCK_SIZE, width), fill, dtype=dtype)
             for req, rows in enumerate(latents):
                 places = torch.arange(len(rows)) // INTERLEAVE % NUM_SHARDS == rank
                 for local, row in enumerate(rows[places]):
@@ -200,6 +224,7 @@ def attend(backend: str, max_rows: int, is_quantized: bool) -> list[torch.Tensor
             metadata = builder.build(0, common_metadata(shards, table))
             assert metadata.num_decodes == NUM_DECODES
             impl = make_impl(backend, shards, max_rows, is_quantized=is_quantized)
+            impl.attend = as_scheduled(impl.attend)
             parts = q.split([LATENT, ROPE], dim=-1)
             outs[rank], _ = impl.forward_mqa(tuple(parts), cache, metadata, None)
     return outs
@@ -234,6 +259,35 @@ def test_rows_attend_to_what_they_selected(
     wanted = interpreter(expected, is_quantized=is_quantized)
     for out in outs:
         assert (out - wanted).abs().max() < 1e-4
+
+
+def bounds_of_queries() -> list[int | None]:
+    """Return how many queries FLASHMLA_SPARSE is given at a time, of 16 bits and quantised."""
+    from vllm.v1.attention.backends.pcp.mla.flashmla_sparse import PCPFlashMLASparseMetadataBuilder
+
+    bounds = []
+    for is_quantized in (False, True):
+        builder: Any = object.__new__(PCPFlashMLASparseMetadataBuilder)
+        builder.use_fp8_kv_cache = is_quantized
+        bounds.append(builder.max_queries())
+    return bounds
+
+
+def test_the_kernel_for_quantised_rows_is_given_few_queries(interpreter: Interpreter) -> None:
+    """Its sums have less than 2^31 elements then, of 128 heads, and twice."""
+    unbounded, bound = interpreter(bounds_of_queries)
+    assert unbounded is None
+    assert 0 < 2 * bound * 128 * LATENT < 2**31
+
+
+def test_rows_of_the_cache_are_of_the_models_type_or_quantised() -> None:
+    from vllm.v1.attention.backends.pcp.mla.shared_sparse import cached_row
+
+    for kv_cache_dtype in ("auto", "bfloat16"):
+        assert cached_row(kv_cache_dtype, torch.bfloat16, 576) == (576, torch.bfloat16)
+    assert cached_row("fp8_ds_mla", torch.bfloat16, 576) == (656, torch.uint8)
+    with pytest.raises(ValueError, match=r"kv_cache_dtype=float16, dtype=torch.bfloat16\)\. Set"):
+        cached_row("float16", torch.bfloat16, 576)
 
 
 def refusals(num_shards: int) -> list[Any]:

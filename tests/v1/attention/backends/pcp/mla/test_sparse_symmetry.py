@@ -83,6 +83,7 @@ class Builder(SharedSparseBuilderMixin):
 
     def __init__(self, shards: KVShards) -> None:
         self.shards, self.max_rows = shards, MAX_ROWS
+        self.kv_cache_spec: Any = SimpleNamespace(block_size=BLOCK_SIZE)
 
 
 def make_indexer_builder(shards: KVShards) -> Any:
@@ -148,15 +149,16 @@ def sparse_process(process: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) ->
     """Return what says which rank this process is; kernels compute nothing."""
     nothing: Any = lambda *args, **kwargs: None
     ops = SimpleNamespace(
-        cp_gather_cache=nothing,
         cp_gather_indexer_k_quant_cache=nothing,
         indexer_k_quant_and_cache=nothing,
         top_k_per_row_decode=lambda _logits, _n, _lens, selected, *sizes: selected.fill_(-1),
         top_k_per_row_prefill=nothing,
     )
     scores: Any = lambda q, *args, **kwargs: torch.zeros(len(q[0]), 4)
-    for module in (shared_sparse, shared_selection, sparse_attn_indexer):
+    for module in (shared_selection, sparse_attn_indexer):
         monkeypatch.setattr(module, "ops", ops)
+    first_rows: Any = lambda _table, _cu_kept, num_read, _size: torch.zeros(num_read).int()
+    monkeypatch.setattr(shared_sparse, "slots_to_read", first_rows)
     # What others put in is not there.
     nobody: Any = lambda candidates: candidates[0].int().fill_(-1)
     monkeypatch.setattr(shared_selection, "best_candidates", nobody)

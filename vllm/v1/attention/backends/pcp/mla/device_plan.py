@@ -101,6 +101,28 @@ def _token_to_piece(cu_seqlens: torch.Tensor, num_tokens: int) -> torch.Tensor:
     return pieces.repeat_interleave(cu_seqlens.diff(), output_size=num_tokens)
 
 
+def slots_to_read(
+    block_table: torch.Tensor, cu_kept: torch.Tensor, num_read: int, block_size: int
+) -> torch.Tensor:
+    """Return ``[num_read]`` int32, the slot in this rank's cache of each token that it reads.
+
+    A rank may keep fewer tokens of a piece than it reads. Those behind them have slots too, of the
+    piece's last block, in which rank 0 keeps some.
+
+    Args:
+        block_table: ``[num_pieces, max_num_blocks]`` int32, contiguous; pieces begin with the first
+            block.
+        cu_kept: ``[num_pieces + 1]`` int32, of the tokens to read.
+        num_read: Tokens to read.
+        block_size: Tokens of a block that a rank keeps.
+    """
+    piece = _token_to_piece(cu_kept, num_read)
+    token = torch.arange(num_read, dtype=torch.int32, device=piece.device)
+    token -= cu_kept.index_select(0, piece)
+    entry = piece * block_table.shape[1] + token // block_size
+    return block_table.view(-1).index_select(0, entry) * block_size + token % block_size
+
+
 def gathered_rows(
     cu_seqlens: torch.Tensor,
     cu_kept: torch.Tensor,

@@ -28,6 +28,10 @@ from vllm.v1.attention.backends.pcp.mla.shared_sparse import (
     SharedSparseMixin,
 )
 
+# The kernel for quantised rows, made for decodes, allocates sums of all queries, in fp32 and at
+# least twice: of 128 heads here 2 GiB. Where they have 2^31 elements, it loses count.
+MAX_QUANTISED_QUERIES = 4096
+
 
 class KeptTokensFlashMLASparseImpl(KeptTokensMixin, FlashMLASparseImpl):
     """The stock implementation, with a log-sum-exp where ranks share the cache."""
@@ -98,6 +102,10 @@ class PCPFlashMLASparseImpl(SharedSparseMixin, KeptTokensFlashMLASparseImpl):
 
 class PCPFlashMLASparseMetadataBuilder(SharedSparseBuilderMixin, FlashMLASparseMetadataBuilder):
     """Buffers for two rows a request; plans where ranks share the cache."""
+
+    def max_queries(self) -> int | None:
+        """Bound what the kernel for quantised rows takes at a time."""
+        return MAX_QUANTISED_QUERIES if self.use_fp8_kv_cache else None
 
     def schedule(self, common: CommonAttentionMetadata) -> Any:
         """Return how the kernel for quantised rows splits queries, None for others."""

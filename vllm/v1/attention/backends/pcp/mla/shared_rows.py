@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -125,6 +126,14 @@ def decode_view(
         max_seq_len=int(shards.num_kept(np.array([common.max_seq_len]), rank=0)[0]),
         block_table_tensor=common.block_table_tensor[:num_decodes],
     )
+
+
+def parts_of(runs: Iterable[slice], max_len: int | None) -> Iterator[slice]:
+    """Yield runs, cut into parts of so many rows at most, if that is bounded."""
+    for run in runs:
+        step = max_len or max(1, run.stop - run.start)
+        for start in range(run.start, run.stop, step):
+            yield slice(start, min(start + step, run.stop))
 
 
 def plan_rows(

@@ -15,20 +15,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm import _custom_ops as ops
 from vllm.config import get_current_vllm_config
 from vllm.distributed.pcp.shard_collectives import gather_shards, kv_shards
+from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.attention.backends.pcp.kv_gather import RowsPerRequestMixin
+from vllm.v1.attention.backends.pcp.mla.device_plan import slots_to_read
 from vllm.v1.attention.backends.pcp.mla.latent import GatherLatentMixin
 from vllm.v1.attention.backends.pcp.mla.selected_slots import gathered_slots, kept_slots
 from vllm.v1.attention.backends.pcp.mla.shared_decode import SharedDecodeMixin
 from vllm.v1.attention.backends.pcp.mla.shared_rows import (
     GATHERED_BLOCK_SIZE,
+    DeviceChunk,
     SharedPrefill,
     count_decodes,
     decode_view,
     max_gathered_rows,
+    parts_of,
     plan_rows,
 )
 from vllm.v1.worker.workspace import current_workspace_manager
@@ -68,6 +71,22 @@ _DS_MLA_BYTES = 656
 
 
 @dataclass
+class SparseChunk:
+    """A chunk of prefill rows, as attention takes it.
+
+    Attributes:
+        chunk: What is gathered.
+        slots: ``[num_read]`` int32, in this rank's cache, of what it reads.
+        parts: Of the chunk's runs as many queries as a kernel takes at a time, counted from the
+            first prefill token, and how it splits them, if it wants to be told.
+    """
+
+    chunk: DeviceChunk
+    slots: torch.Tensor
+    parts: list[tuple[slice, Any]]
+
+
+@dataclass
 class SharedSparseMetadata(AttentionMetadata):
     """A step over a cache that ranks share.
 
@@ -78,7 +97,7 @@ class SharedSparseMetadata(AttentionMetadata):
         block_table: ``[num_decodes, max_num_blocks]`` int32.
         schedule: How a kernel splits the decodes, if it wants to be told.
         prefill: The other rows, if there are any.
-        run_schedules: The same as ``schedule`` of their runs, chunk by chunk.
+        chunks: Of these.
     """
 
     num_actual_tokens: int
@@ -87,7 +106,7 @@ class SharedSparseMetadata(AttentionMetadata):
     block_table: torch.Tensor
     schedule: Any
     prefill: SharedPrefill | None
-    run_schedules: list[list[Any]]
+    chunks: list[SparseChunk]
 
 
 class SharedSparseBuilderMixin(RowsPerRequestMixin):
@@ -125,16 +144,25 @@ class SharedSparseBuilderMixin(RowsPerRequestMixin):
             block_table=decodes.block_table_tensor,
             schedule=self.schedule(decodes),
             prefill=prefill,
-            run_schedules=[
-                [
-                    self.schedule(
-                        dataclasses.replace(decodes, num_actual_tokens=run.stop - run.start)
-                    )
-                    for run in chunk.runs
-                ]
+            chunks=[
+                self._sparse_chunk(chunk, decodes)
                 for chunk in (prefill.chunks if prefill is not None else [])
             ],
         )
+
+    def _sparse_chunk(self, chunk: DeviceChunk, decodes: CommonAttentionMetadata) -> SparseChunk:
+        block_size = self.kv_cache_spec.block_size
+        parts = []
+        for part in parts_of(chunk.runs, self.max_queries()):
+            queries = dataclasses.replace(decodes, num_actual_tokens=part.stop - part.start)
+            # A schedule is of so many queries.
+            parts.append((part, self.schedule(queries)))
+        slots = slots_to_read(chunk.block_table, chunk.cu_kept, chunk.num_read, block_size)
+        return SparseChunk(chunk, slots, parts)
+
+    def max_queries(self) -> int | None:
+        """Return how many queries of prefill rows a kernel takes at a time, if not any number."""
+        return None
 
     def schedule(self, common: CommonAttentionMetadata) -> Any:
         """Return how a kernel splits queries, if it wants to be told.
@@ -238,9 +266,7 @@ class SharedSparseMixin(_SharedBase):
         self.max_rows = max_gathered_rows(vllm_config, self.shards)
         dtype = vllm_config.model_config.dtype
         assert isinstance(dtype, torch.dtype)
-        self._row = (self.head_size, dtype)
-        if self.kv_cache_dtype == "fp8_ds_mla":
-            self._row = (_DS_MLA_BYTES, torch.uint8)
+        self._row = cached_row(self.kv_cache_dtype, dtype, self.head_size)
         # Reserved now, while it may still grow.
         *beside, _ = self._workspace()
         self.take_workspace(beside)
@@ -298,19 +324,44 @@ class SharedSparseMixin(_SharedBase):
         assert self.topk_indices_buffer is not None
         *_, buffer = self._workspace()
         blocks = buffer.view(-1, GATHERED_BLOCK_SIZE, buffer.shape[1])
-        for chunk, schedules in zip(prefill.chunks, metadata.run_schedules, strict=True):
+        cached = words_of(cache.view(-1, cache.shape[-1]))
+        for sparse_chunk in metadata.chunks:
+            chunk = sparse_chunk.chunk
             gathered = buffer[: self.shards.world_size * chunk.num_read]
             own_rows = self.shards.own_rows(gathered)
-            ops.cp_gather_cache(
-                cache, own_rows, chunk.block_table, chunk.cu_kept, chunk.block_table.shape[0]
-            )
+            torch.index_select(cached, 0, sparse_chunk.slots, out=words_of(own_rows))
             gather_shards(gathered, own_rows)
-            for run, schedule in zip(chunk.runs, schedules, strict=True):
-                tokens = slice(metadata.num_decodes + run.start, metadata.num_decodes + run.stop)
+            for part, schedule in sparse_chunk.parts:
+                tokens = slice(metadata.num_decodes + part.start, metadata.num_decodes + part.stop)
                 slots, num_slots = gathered_slots(
-                    self.topk_indices_buffer[tokens], prefill.first_key[run], chunk.gathered_rows
+                    self.topk_indices_buffer[tokens], prefill.first_key[part], chunk.gathered_rows
                 )
                 out[tokens], _ = self.attend(rows_of(q, tokens), blocks, slots, num_slots, schedule)
+
+
+def cached_row(
+    kv_cache_dtype: str, model_dtype: torch.dtype, head_size: int
+) -> tuple[int, torch.dtype]:
+    """Return the width and the type of a row of the cache.
+
+    Raises:
+        ValueError: Kernels would be given queries of another type.
+    """
+    if kv_cache_dtype == "fp8_ds_mla":
+        return _DS_MLA_BYTES, torch.uint8
+    if kv_cache_dtype != "auto" and STR_DTYPE_TO_TORCH_DTYPE[kv_cache_dtype] != model_dtype:
+        raise ValueError(
+            "Prefill context parallelism does not support decode context parallelism with sparse "
+            "MLA and a KV cache in 16 bits of another kind than the model's (got "
+            f"kv_cache_dtype={kv_cache_dtype}, dtype={model_dtype}). Set --kv-cache-dtype auto, or "
+            "--decode-context-parallel-size 1."
+        )
+    return head_size, model_dtype
+
+
+def words_of(rows: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of rows, eight at a time, a view: copied as they are, and faster."""
+    return rows.view(torch.int64)
 
 
 def rows_of(q: Query, rows: slice) -> Query:
