@@ -3,7 +3,8 @@
 
 A row's selection holds positions in its request, then -1. Kernels of sparse attention take slots,
 those that count in front, and how many they are. One launch looks up all of them; slots keep the
-order of the positions, so that results do not differ from run to run.
+order of the positions. (Of decodes these are sorted, see ``merged_selection``. Those of prefill
+rows come from vLLM's kernel, whose atomics may swap them from run to run, as with D = 1.)
 """
 
 from __future__ import annotations
