@@ -72,8 +72,9 @@ CHOICE_STRIDE = 61
 MIN_SAME_CHOICE = 0.95
 # Refused to users until all cases here are ok; then the rules go.
 UNTRIED = (
-    "decode context parallelism with MLA models on GPUs",
-    "sparse MLA models on GPUs",
+    "decode context parallelism with sparse MLA models on GPUs",
+    "decode context parallelism with dense MLA models, compiled or with CUDA graphs",
+    "sparse MLA models, compiled or with CUDA graphs",
     "KV cache offloading on GPUs",  # offload.py has its cases
 )
 NUM_OUTPUT_TOKENS = 12

@@ -198,9 +198,15 @@ CASES = {
         args={"tensor_parallel_size": 2},
         change=all_of(gpus, dcp(4)),
     ),
-    "decode context parallelism with MLA models on GPUs": Case(
+    "decode context parallelism with sparse MLA models on GPUs": Case(
+        "index_topk=8",
+        model=DEEPSEEK_V32,
+        change=all_of(dcp(2), one_gpu("vllm.v1.worker.pcp.gpu_worker.OneGpuPCPWorker")),
+    ),
+    "decode context parallelism with dense MLA models, compiled or with CUDA graphs": Case(
         "architecture=DeepseekV2ForCausalLM",
         model=DEEPSEEK,
+        args={"enforce_eager": False},
         change=all_of(dcp(2), one_gpu("vllm.v1.worker.pcp.gpu_worker.OneGpuPCPWorker")),
     ),
     "decode context parallelism with sliding windows": Case(
@@ -258,9 +264,10 @@ CASES = {
     "elastic expert parallelism": Case(
         "enable_elastic_ep=True", change=setting("parallel_config.enable_elastic_ep", True)
     ),
-    "sparse MLA models on GPUs": Case(
+    "sparse MLA models, compiled or with CUDA graphs": Case(
         "index_topk=8",
         model=DEEPSEEK_V32,
+        args={"enforce_eager": False},
         change=one_gpu("vllm.v1.worker.pcp.gpu_worker.OneGpuPCPWorker"),
     ),
     "FP4 caches of indexers": Case(
@@ -458,11 +465,6 @@ DCP = {
         args={"attention_backend": "FLASHINFER_MLA_SPARSE"},
         change=dcp(2),
     ),
-    "sparse MLA on GPUs": Case(
-        "architecture=DeepseekV32ForCausalLM",
-        model=DEEPSEEK_V32,
-        change=all_of(dcp(2), one_gpu("vllm.v1.worker.pcp.gpu_worker.OneGpuPCPWorker")),
-    ),
     "GQA on CPUs": Case("attention_backend=CPU_ATTN", change=dcp(2)),
     "another backend": Case(
         "attention_backend=FLASHINFER",
@@ -491,6 +493,14 @@ OFFLOADING = {
 
 SUPPORTED = {
     "dense": Case(),
+    "sparse MLA on GPUs, eagerly": Case(
+        model=DEEPSEEK_V32,
+        change=one_gpu("vllm.v1.worker.pcp.gpu_worker.OneGpuPCPWorker"),
+    ),
+    "KV cache of MLA shared on GPUs, eagerly": Case(
+        model=DEEPSEEK,
+        change=all_of(dcp(2), one_gpu("vllm.v1.worker.pcp.gpu_worker.OneGpuPCPWorker")),
+    ),
     "KV cache of MLA shared along the PCP axis": Case(model=DEEPSEEK, change=dcp(2)),
     "KV cache of MLA shared by all ranks": Case(
         model=DEEPSEEK, args={"tensor_parallel_size": 2}, change=dcp(4)

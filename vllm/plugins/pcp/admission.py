@@ -249,11 +249,9 @@ def _dcp_prefill_backend(config: VllmConfig) -> str | None:
     return f"mla_prefill_backend={backend.name}"
 
 
-def _mla_on_gpus(config: VllmConfig) -> str | None:
-    from vllm.platforms import current_platform
-
+def _replays_graphs_of_dense_mla(config: VllmConfig) -> str | None:
     model = config.model_config
-    if not (model.use_mla and current_platform.is_cuda()):
+    if not model.use_mla or _selected_tokens(config) or not _replays_graphs(config):
         return None
     return f"architecture={model.architecture}"
 
@@ -291,6 +289,17 @@ def _sparse_mla_on_gpus(config: VllmConfig) -> str | None:
     from vllm.platforms import current_platform
 
     return _selected_tokens(config) if current_platform.is_cuda() else None
+
+
+def _replays_graphs_of_sparse_mla(config: VllmConfig) -> str | None:
+    return _selected_tokens(config) if _replays_graphs(config) else None
+
+
+def _replays_graphs(config: VllmConfig) -> bool:
+    """Say whether a model is compiled, and its steps are graphs."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cuda() and not config.model_config.enforce_eager
 
 
 def _experts_of_tp(config: VllmConfig) -> str | None:
@@ -469,10 +478,17 @@ RULES: tuple[Rule, ...] = (
         error=ValueError,
     ),
     Rule(
-        "decode context parallelism with MLA models on GPUs",
-        _with_dcp(_mla_on_gpus),
+        "decode context parallelism with sparse MLA models on GPUs",
+        _with_dcp(_sparse_mla_on_gpus),
         "Tried on CPU ranks only",
         "Set --decode-context-parallel-size 1",
+        status="planned",
+    ),
+    Rule(
+        "decode context parallelism with dense MLA models, compiled or with CUDA graphs",
+        _with_dcp(_replays_graphs_of_dense_mla),
+        "Tried eagerly only",
+        "Set --enforce-eager or --decode-context-parallel-size 1",
         status="planned",
     ),
     Rule(
@@ -550,10 +566,10 @@ RULES: tuple[Rule, ...] = (
     ),
     # Models
     Rule(
-        "sparse MLA models on GPUs",
-        _sparse_mla_on_gpus,
-        "Tried on CPU ranks only",
-        "Serve a model with GQA, MHA or dense MLA",
+        "sparse MLA models, compiled or with CUDA graphs",
+        _replays_graphs_of_sparse_mla,
+        "Tried eagerly only",
+        "Set --enforce-eager",
         status="planned",
     ),
     Rule(
