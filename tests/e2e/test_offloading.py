@@ -20,7 +20,7 @@ CASES = (
     ("deepseek_v2", 2, 1, 2, "native, two blocks at a time"),
     ("qwen3", 2, 1, 2, "simple, late"),
     ("deepseek_v2", 2, 2, 4, "simple"),
-    ("deepseek_v32", 2, 1, 2, "native"),
+    ("deepseek_v32", 2, 1, 1, "native"),
 )
 
 
