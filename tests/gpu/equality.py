@@ -80,6 +80,8 @@ UNTRIED = (
     "KV cache offloading on GPUs",  # offload.py has its cases
 )
 NUM_OUTPUT_TOKENS = 12
+# Of a prompt that runs alone: such decode steps cost the most, as each rank waits for its turn.
+NUM_TOKENS_ALONE = 4
 # Seconds between engines that start: they find in caches what those before have compiled.
 START_INTERVAL = 1.5
 # fp32 against itself is good to about this much.
@@ -238,9 +240,10 @@ def run_engine(case: Case, folder: Path) -> None:
         kv_cache_memory_bytes=2**29,
         **options,
     )
-    sampling = SamplingParams(
-        temperature=0.0, max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True, logprobs=0
-    )
+
+    def sampling(num_tokens: int) -> SamplingParams:
+        return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, logprobs=0)
+
     watches_choices = bool(index_topk) and case.graphs == "eager"
     if watches_choices:
         llm.collective_rpc(watch_choices, args=(index_topk, CHOICE_STRIDE))
@@ -248,7 +251,8 @@ def run_engine(case: Case, folder: Path) -> None:
     choices: dict[str, list[int]] = {}
     for index, batch in enumerate(make_prompts()):
         requests = [TokensPrompt(prompt_token_ids=prompt) for prompt in batch]
-        for output in llm.generate(requests, sampling, use_tqdm=False):
+        num_tokens = NUM_OUTPUT_TOKENS if len(batch) > 1 else NUM_TOKENS_ALONE
+        for output in llm.generate(requests, sampling(num_tokens), use_tqdm=False):
             completion = output.outputs[0]
             tokens = list(completion.token_ids)
             steps: Any = completion.logprobs
@@ -267,7 +271,8 @@ def run_engine(case: Case, folder: Path) -> None:
                 }
     stats = llm.collective_rpc("pcp_stats")[0] if case.size > 1 else None
     llm.collective_rpc(watch_synchronisation)
-    llm.generate(TokensPrompt(prompt_token_ids=[*range(1999)]), sampling, use_tqdm=False)
+    prompt = TokensPrompt(prompt_token_ids=[*range(1999)])
+    llm.generate(prompt, sampling(NUM_TOKENS_ALONE), use_tqdm=False)
     syncs = sorted(set(llm.collective_rpc(synchronisations)[0]))
     result = {
         "commit": environment()["commit"],
