@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
 from vllm.compilation.counter import compilation_counter
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.distributed.pcp.step import get_step_state
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.v1.attention.backends.pcp.mla.latent import PlannedPrefillMixin
@@ -53,6 +55,9 @@ class Stock:
 
     def execute_model(self, *args: Any, is_profile: bool) -> None:
         self.eager.append(is_profile)
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
 
 
 class Runner(PCPRunnerMixin, Stock):  # type: ignore[misc]  # over a stand-in for the stock runner
@@ -197,6 +202,27 @@ def test_graphs_of_partitioned_steps_are_captured_if_the_model_has_pieces(
     assert graphs.pad(7) == (64 if is_compiled else 7)
     assert not get_step_state().is_partitioned
     assert graphs.replayed_rows is None
+
+
+@pytest.mark.parametrize("has_manager", [True, False])
+def test_no_graph_outlives_the_runner(runner: Any, has_manager: bool) -> None:
+    """Of a communicator that a graph sends with, NCCL waits for the graph when it is destroyed."""
+    entries: list[dict[str, object]] = [{"rows": object()}, {"rows": object()}]
+    for kind, name, kept in (
+        (CUDAGraphWrapper, "concrete_cudagraph_entries", entries[0]),
+        (BreakableCUDAGraphWrapper, "entries", entries[1]),
+    ):
+        wrapper: Any = object.__new__(kind)
+        vars(wrapper)[name] = kept
+        vars(runner)[name] = wrapper
+        kind._all_instances.add(wrapper)
+    graphs = {"decode": object()}
+    runner.cudagraph_manager = SimpleNamespace(graphs=graphs) if has_manager else None
+    runner.pcp.log_stats = lambda: None
+    runner.shutdown()
+    assert runner.is_shut_down
+    assert not any(entries)
+    assert bool(graphs) != has_manager
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
 from vllm.compilation.counter import compilation_counter
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import get_layers_from_vllm_config
 from vllm.distributed.parallel_state import get_dcp_group, graph_capture
 from vllm.distributed.pcp.collectives import broadcast_from_first_rank, gather_rows
@@ -375,9 +377,16 @@ class PCPRunnerMixin(_RunnerBase):
         return output, num_sampled, num_rejected
 
     def shutdown(self) -> None:
-        """Log the counters, then release what the stock runner releases."""
+        """Log the counters, then release what the stock runner releases, and CUDA graphs.
+
+        The groups are destroyed next, and NCCL waits there for all graphs that send something.
+        """
         self.pcp.log_stats()
         super().shutdown()
+        if self.cudagraph_manager is not None:
+            self.cudagraph_manager.graphs.clear()
+        for wrapper in (CUDAGraphWrapper, BreakableCUDAGraphWrapper):
+            wrapper.clear_all_graphs()
 
 
 def check_interleave(interleave: int, kernel_block_sizes: list[int]) -> None:
