@@ -75,8 +75,6 @@ WRONG_TOGETHER = ("mla",)
 # Refused to users until all cases here are ok; then the rules go.
 UNTRIED = (
     "decode context parallelism with sparse MLA models on GPUs",
-    "decode context parallelism with dense MLA models, compiled or with CUDA graphs",
-    "sparse MLA models, compiled or with CUDA graphs",
     "KV cache offloading on GPUs",  # offload.py has its cases
 )
 NUM_OUTPUT_TOKENS = 12

@@ -203,12 +203,6 @@ CASES = {
         model=DEEPSEEK_V32,
         change=all_of(dcp(2), one_gpu("vllm.v1.worker.pcp.gpu_worker.OneGpuPCPWorker")),
     ),
-    "decode context parallelism with dense MLA models, compiled or with CUDA graphs": Case(
-        "architecture=DeepseekV2ForCausalLM",
-        model=DEEPSEEK,
-        args={"enforce_eager": False},
-        change=all_of(dcp(2), one_gpu("vllm.v1.worker.pcp.gpu_worker.OneGpuPCPWorker")),
-    ),
     "decode context parallelism with sliding windows": Case(
         "sliding_window=64", {"sliding_window": 64}, change=all_of(gpus, dcp(2))
     ),
@@ -263,12 +257,6 @@ CASES = {
     ),
     "elastic expert parallelism": Case(
         "enable_elastic_ep=True", change=setting("parallel_config.enable_elastic_ep", True)
-    ),
-    "sparse MLA models, compiled or with CUDA graphs": Case(
-        "index_topk=8",
-        model=DEEPSEEK_V32,
-        args={"enforce_eager": False},
-        change=one_gpu("vllm.v1.worker.pcp.gpu_worker.OneGpuPCPWorker"),
     ),
     "FP4 caches of indexers": Case(
         "use_fp4_indexer_cache=True",

@@ -249,13 +249,6 @@ def _dcp_prefill_backend(config: VllmConfig) -> str | None:
     return f"mla_prefill_backend={backend.name}"
 
 
-def _replays_graphs_of_dense_mla(config: VllmConfig) -> str | None:
-    model = config.model_config
-    if not model.use_mla or _selected_tokens(config) or not _replays_graphs(config):
-        return None
-    return f"architecture={model.architecture}"
-
-
 def _full_graphs(config: VllmConfig) -> str | None:
     mode: CUDAGraphMode | None = config.compilation_config.cudagraph_mode
     return f"cudagraph_mode={mode.name}" if mode is not None and mode.name == "FULL" else None
@@ -289,17 +282,6 @@ def _sparse_mla_on_gpus(config: VllmConfig) -> str | None:
     from vllm.platforms import current_platform
 
     return _selected_tokens(config) if current_platform.is_cuda() else None
-
-
-def _replays_graphs_of_sparse_mla(config: VllmConfig) -> str | None:
-    return _selected_tokens(config) if _replays_graphs(config) else None
-
-
-def _replays_graphs(config: VllmConfig) -> bool:
-    """Say whether a model is compiled, and its steps are graphs."""
-    from vllm.platforms import current_platform
-
-    return current_platform.is_cuda() and not config.model_config.enforce_eager
 
 
 def _experts_of_tp(config: VllmConfig) -> str | None:
@@ -485,13 +467,6 @@ RULES: tuple[Rule, ...] = (
         status="planned",
     ),
     Rule(
-        "decode context parallelism with dense MLA models, compiled or with CUDA graphs",
-        _with_dcp(_replays_graphs_of_dense_mla),
-        "Tried eagerly only",
-        "Set --enforce-eager or --decode-context-parallel-size 1",
-        status="planned",
-    ),
-    Rule(
         "decode context parallelism with sliding windows",
         _with_dcp(_hf_setting("sliding_window")),
         "Keys of a rank's part of the KV cache do not stand where they do in the request",
@@ -565,13 +540,6 @@ RULES: tuple[Rule, ...] = (
         "Drop --enable-elastic-ep",
     ),
     # Models
-    Rule(
-        "sparse MLA models, compiled or with CUDA graphs",
-        _replays_graphs_of_sparse_mla,
-        "Tried eagerly only",
-        "Set --enforce-eager",
-        status="planned",
-    ),
     Rule(
         "FP4 caches of indexers",
         _setting("attention_config.use_fp4_indexer_cache"),
