@@ -20,8 +20,12 @@ from ttft_cpu import LAYOUTS, times
 from ttft_gpus_report import ONE
 
 RESULTS = Path(__file__).parent / "results"
-# What the equality script calls the ways to share a KV cache.
-SHARED_CACHES = {"shared": " with D = P", "shared_tp2": " with TP = 2 and D = TP x P"}
+# What the equality script calls the ways to fill and to share KV caches.
+SHARED_CACHES = {
+    "copied": " with copies to other ranks",
+    "shared": " with D = P",
+    "shared_tp2": " with TP = 2 and D = TP x P",
+}
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:

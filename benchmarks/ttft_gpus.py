@@ -13,6 +13,7 @@ yardstick (one GPU may be wrong there). ``parts`` tells what a time to first tok
 the way to the workers, before the forward pass, on the GPU, and on the way back.
 
 "EP" gives whole experts to a rank; PCP and TP without it give each rank a slice of every expert.
+"peer": ranks write to each other's KV cache, instead of gathering.
 
 One engine a shape, layout and mode, in a subprocess; a run that was cut short goes on where it was.
 ``--together 4 --kv-gib 4`` starts four at a time, if a GPU can hold them, and measures in turn.
@@ -54,6 +55,10 @@ NAME = "ttft_gpus"
 NUM_WARMUPS = 2
 PCP, TP = "prefill_context_parallel_size", "tensor_parallel_size"
 EP = "enable_expert_parallel"
+# Ranks write to each other's KV cache, instead of gathering.
+PEER = {"pcp_kv_exchange": "peer"}
+# Kinds of models that can.
+GROUPED_KV = ("gqa", "moe")
 # Prompts for comparing tokens: around 2P, around blocks of 16, in one step and in several.
 EQUALITY_LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33, 100, 257, 1000, 2047, 2500, 5000)
 EQUALITY_TOKENS = 16
@@ -66,6 +71,8 @@ def layouts(shape: str, num_gpus: int) -> dict[str, dict[str, Any]]:
         f"PCP{num_gpus}": {PCP: num_gpus},
         f"TP{num_gpus}": {TP: num_gpus},
     }
+    if kind(shape) in GROUPED_KV and not is_cpu_build():
+        several[f"PCP{num_gpus} peer"] = {PCP: num_gpus, "additional_config": PEER}
     if KINDS[kind(shape)].has_experts:
         several[f"PCP{num_gpus} EP"] = {PCP: num_gpus, EP: True}
     if num_gpus == 4:

@@ -87,9 +87,9 @@ TINY = 1e-3
 FORK = multiprocessing.get_context("fork")
 # Who holds a part of the experts' weights: a slice of each expert, or some whole experts.
 EXPERTS = ("sliced", "parallel")
-# Whether each rank has all of the KV cache, or all of them share one: D = P, or D = TP x P with two
-# TP ranks each.
-CACHES = ("whole", "shared", "shared_tp2")
+# Whether each rank has all of the KV cache, of KV that is gathered or that ranks copy to each other,
+# or all of them share one: D = P, or D = TP x P with two TP ranks each.
+CACHES = ("whole", "copied", "shared", "shared_tp2")
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Case:
     @property
     def num_shards(self) -> int:
         """How many ranks share a KV cache, D."""
-        return {"whole": 1, "shared": self.size, "shared_tp2": 2 * self.size}[self.cache]
+        return {"shared": self.size, "shared_tp2": 2 * self.size}.get(self.cache, 1)
 
     @property
     def plain(self) -> Case:
@@ -154,6 +154,12 @@ GRIDS: dict[str, tuple[Grid, ...]] = {
             ("auto", "fp8"),
             ("eager", "NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL"),
         ),
+        Grid(
+            ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"),
+            ("auto", "fp8"),
+            ("eager", "FULL_AND_PIECEWISE"),
+            caches=("copied",),
+        ),
         Grid(("FLASH_ATTN",), caches=("shared",)),
         Grid(("FLASH_ATTN",), ("fp8",), sizes=(2,), caches=("shared",)),
     ),
@@ -175,7 +181,10 @@ GRIDS: dict[str, tuple[Grid, ...]] = {
         Grid(("FLASHMLA_SPARSE",), ("fp8_ds_mla",), sizes=(2,), caches=("shared", "shared_tp2")),
     ),
     "sparse_few_heads": (Grid(("FLASHMLA_SPARSE",), ("fp8_ds_mla",), sizes=(2,)),),
-    "moe": (Grid(("FLASH_ATTN",), experts=EXPERTS),),
+    "moe": (
+        Grid(("FLASH_ATTN",), experts=EXPERTS),
+        Grid(("FLASH_ATTN",), sizes=(2,), caches=("copied",)),
+    ),
     "glm4_moe": (Grid(("FLASH_ATTN",), sizes=(2,), experts=EXPERTS),),
     "gpt_oss": (Grid(("FLASH_ATTN",), sizes=(2,), experts=EXPERTS),),
 }
@@ -218,6 +227,8 @@ def run_engine(case: Case, folder: Path) -> None:
             "distributed_executor_backend": "mp",
             "disable_custom_all_reduce": True,
         }
+    if case.cache == "copied":
+        options["additional_config"] = {"pcp_kv_exchange": "peer"}
     if case.graphs == "eager":
         options["enforce_eager"] = True
     else:

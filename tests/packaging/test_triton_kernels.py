@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 Launch = dict[str, str | int]
 
 PCP = "vllm.v1.attention.backends.pcp"
+PEERS = "vllm.distributed.pcp.peer_kernels"
 MERGE: Launch = {
     "output_ptr": "*bf16",
     "output_lse_ptr": "*fp32",
@@ -88,6 +89,25 @@ LAUNCHES: dict[str, list[Launch]] = {
             "WIDTH": 2048,
         }
     ],
+    f"{PEERS}._copy_slots_kernel": [
+        {
+            "slots_ptr": "*i64",
+            "bases_ptr": "*i64",
+            "num_tokens": "i32",
+            "rank": "i32",
+            "num_heads": "i32",
+            "block_stride": "i32",
+            "half_stride": "i32",
+            "slot_stride": "i32",
+            "head_stride": "i32",
+            "BLOCK_SIZE": 16,
+            "NUM_WORDS": 96,
+            "NUM_RANKS": 3,
+            "TOKENS": 32,
+            "WORDS": 128,
+        }
+    ],
+    f"{PEERS}._meet_kernel": [{"pads_ptr": "*i64", "rank": "i32", "NUM_RANKS": 3}],
     f"{PCP}.partial_results._weigh_kernel": [
         {
             "out_ptr": "*bf16",
@@ -110,6 +130,7 @@ VARYING: dict[str, list[str]] = {
         "num_partial_tokens",
     ],
     f"{PCP}.mla.selected_slots._gathered_slots_kernel": ["first_key_ptr"],
+    f"{PEERS}._copy_slots_kernel": ["slots_ptr", "num_tokens"],
     f"{PCP}.partial_results._weigh_kernel": ["num_rows"],
 }
 

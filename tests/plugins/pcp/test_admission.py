@@ -360,6 +360,16 @@ CASES = {
     "fast prefill with shared KV caches": Case(
         "kv_sharing_fast_prefill=True", args={"kv_sharing_fast_prefill": True}
     ),
+    "KV exchanges of other names": Case(
+        "pcp_kv_exchange=push", args={"additional_config": {"pcp_kv_exchange": "push"}}
+    ),
+    "writing to other ranks' KV caches with MLA, shared or offloaded caches, or off CUDA": Case(
+        "pcp_kv_exchange=peer with architecture=DeepseekV2ForCausalLM, "
+        "decode_context_parallel_size=2",
+        model=DEEPSEEK,
+        args={"additional_config": {"pcp_kv_exchange": "peer"}},
+        change=all_of(gpus, dcp(2)),
+    ),
     "KV connectors that do more than offload": Case(
         "kv_connector=ExampleConnector", args=connector("ExampleConnector")
     ),
@@ -481,12 +491,17 @@ OFFLOADING = {
 
 SUPPORTED = {
     "dense": Case(),
-    "sparse MLA on GPUs, eagerly": Case(
+    "keys and values written to other ranks' caches": Case(
+        args={"additional_config": {"pcp_kv_exchange": "peer"}}, change=gpus
+    ),
+    "sparse MLA on GPUs, compiled": Case(
         model=DEEPSEEK_V32,
+        args={"enforce_eager": False},
         change=one_gpu("vllm.v1.worker.pcp.gpu_worker.OneGpuPCPWorker"),
     ),
-    "KV cache of MLA shared on GPUs, eagerly": Case(
+    "KV cache of MLA shared on GPUs, compiled": Case(
         model=DEEPSEEK,
+        args={"enforce_eager": False},
         change=all_of(dcp(2), one_gpu("vllm.v1.worker.pcp.gpu_worker.OneGpuPCPWorker")),
     ),
     "KV cache of MLA shared along the PCP axis": Case(model=DEEPSEEK, change=dcp(2)),

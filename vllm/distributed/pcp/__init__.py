@@ -3,6 +3,8 @@
 
 groups             DCP groups along the PCP axis
 kv_gather          one layer's new keys and values of all ranks, without allocating
+peer_caches        instead of it: ranks write to each other's KV cache
+peer_kernels       what writes there, and what waits
 kv_shards          who keeps which tokens with D > 1
 shard_collectives  what these ranks keep, their queries and partial results
 collectives        hidden rows back to every rank, sampled tokens in step, experts

@@ -3,6 +3,7 @@
 
 seams      the one table of vLLM functions that are wrapped, and its all-or-nothing guard
 routing    what a configuration with P > 1 is turned into: our worker, our executor
+options    what --additional-config says to it
 admission  what runs with P > 1, and every refusal that a configuration shows
 """
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from vllm.plugins.pcp.options import KV_EXCHANGES, kv_exchange
 from vllm.plugins.pcp.routing import EXECUTOR, WORKERS
 from vllm.v1.attention.backends.pcp import BACKENDS, DCP_BACKENDS
 
@@ -367,6 +368,29 @@ def _kv_connector(config: VllmConfig) -> str | None:
     return f"kv_connector={transfer.kv_connector}"
 
 
+def _unknown_exchange(config: VllmConfig) -> str | None:
+    exchange = kv_exchange(config)
+    return None if exchange in KV_EXCHANGES else f"pcp_kv_exchange={exchange}"
+
+
+def _peer_exchange(config: VllmConfig) -> str | None:
+    """Find what else keeps ranks from writing to each other's cache, if they are to."""
+    from vllm.platforms import current_platform
+
+    if kv_exchange(config) != "peer":
+        return None
+    dcp_size = config.parallel_config.decode_context_parallel_size
+    obstacles = {
+        "a platform other than CUDA": not current_platform.is_cuda(),
+        f"architecture={config.model_config.architecture}": config.model_config.use_mla,
+        f"decode_context_parallel_size={dcp_size}": dcp_size > 1,
+        "kv_transfer_config": config.kv_transfer_config is not None,
+        "kv_offloading_size": config.cache_config.kv_offloading_size is not None,
+    }
+    found = [name for name, is_obstacle in obstacles.items() if is_obstacle]
+    return f"pcp_kv_exchange=peer with {', '.join(found)}" if found else None
+
+
 def _offloading_backend(config: VllmConfig) -> str | None:
     """Find offloading to anything but CPU memory, which is what vLLM does by default."""
     cache, transfer = config.cache_config, config.kv_transfer_config
@@ -680,6 +704,19 @@ RULES: tuple[Rule, ...] = (
         _setting("cache_config.kv_sharing_fast_prefill"),
         "Model runner V2 lacks it",
         "Drop --kv-sharing-fast-prefill",
+    ),
+    Rule(
+        "KV exchanges of other names",
+        _unknown_exchange,
+        "There are none",
+        f"Set pcp_kv_exchange in --additional-config to {' or '.join(KV_EXCHANGES)}",
+        error=ValueError,
+    ),
+    Rule(
+        "writing to other ranks' KV caches with MLA, shared or offloaded caches, or off CUDA",
+        _peer_exchange,
+        "Every rank has to keep the same keys and values, in memory that others can open",
+        "Drop pcp_kv_exchange from --additional-config",
     ),
     Rule(
         "KV connectors that do more than offload",

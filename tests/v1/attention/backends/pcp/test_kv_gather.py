@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from vllm.config import CacheConfig, ModelConfig, VllmConfig, set_current_vllm_config
-from vllm.distributed.pcp import kv_gather
+from vllm.distributed.pcp import kv_gather, peer_caches
 from vllm.v1.attention.backends.pcp import BACKENDS
 
 PCP_WORLD_SIZE = 3
@@ -143,3 +143,47 @@ def test_cache_equals_the_stock_write_of_all_ranks_tokens(
     assert gather.gathers == PCP_WORLD_SIZE + 1
     assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
     assert not torch.equal(actual, torch.full_like(actual, 7))
+
+
+@pytest.mark.parametrize(("name", "kv_dtype", "dtype"), CASES)
+def test_a_rank_writes_its_own_rows_and_hands_them_on(
+    gather: RecordedGather,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    kv_dtype: str,
+    dtype: torch.dtype,
+) -> None:
+    """Where ranks reach each other's caches, there is one write, and nothing is gathered."""
+    device = gather.memory.device
+    with set_current_vllm_config(make_config(tmp_path, dtype)):
+        backend_cls, impl = make_impl(name, kv_dtype)
+    head_size_v = HEAD_SIZE // 2 if name == "FLASH_ATTN_DIFFKV" else HEAD_SIZE
+    total = PCP_WORLD_SIZE * NUM_TOKENS
+    keys = torch.randn(total, NUM_KV_HEADS, HEAD_SIZE, device=device).to(dtype)
+    values = torch.randn(total, NUM_KV_HEADS, head_size_v, device=device).to(dtype)
+    scale = torch.ones((), device=device)
+    layer = SimpleNamespace(_k_scale=scale, _v_scale=scale, _k_scale_float=1.0, _v_scale_float=1.0)
+    slots = torch.randperm(NUM_BLOCKS * BLOCK_SIZE, device=device)[:total]
+    slots[::5] = -1
+    shape = backend_cls.get_kv_cache_shape(
+        NUM_BLOCKS, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE, kv_dtype
+    )
+    cache_dtype = dtype if kv_dtype == "auto" else torch.uint8
+    expected = torch.zeros(shape, dtype=cache_dtype, device=device)
+    actual = expected.clone()
+    handed_on: list[tuple[torch.Tensor, torch.Tensor]] = []
+    peers = SimpleNamespace(copy=lambda *arguments: handed_on.append(arguments))
+    monkeypatch.setattr(peer_caches, "_peer_caches", peers)
+
+    impl.pcp_rank = 1
+    rows = slice(NUM_TOKENS, 2 * NUM_TOKENS)
+    impl.do_kv_cache_update(layer, keys[rows], values[rows], expected, slots[rows])
+    assert not handed_on, "a mapping of the layer's own rows is for this rank alone"
+    impl.do_kv_cache_update(layer, keys[rows], values[rows], actual, slots)
+    assert gather.gathers == 0
+    assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
+    assert actual.view(torch.uint8).any()
+    ((cache, own_slots),) = handed_on
+    assert cache is actual
+    assert torch.equal(own_slots, slots[rows])

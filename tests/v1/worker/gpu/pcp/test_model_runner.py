@@ -120,6 +120,7 @@ def test_the_gather_buffer_is_counted_before_the_kv_cache_is_sized(runner: Any) 
 
 def test_runs_of_tokens_lie_in_a_kernels_block(runner: Any) -> None:
     """Slots are counted in these, whatever the scheduler's are: 128 with FLASHMLA's 64, say."""
+    runner.vllm_config = SimpleNamespace(additional_config={})
     runner.use_dcp, runner.cp_interleave = True, 64
     runner.initialize_kv_cache([64, 128])
     for runner.cp_interleave in (48, 128):
@@ -128,6 +129,28 @@ def test_runs_of_tokens_lie_in_a_kernels_block(runner: Any) -> None:
             runner.initialize_kv_cache([64, 128])
     runner.use_dcp = False
     runner.initialize_kv_cache([64])
+
+
+def test_ranks_that_cannot_write_to_each_other_say_so_at_the_start(
+    runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = {"first": SimpleNamespace(kv_cache="cache of the first layer")}
+    monkeypatch.setattr(model_runner, "get_layers_from_vllm_config", lambda *_: layers)
+    opened: list[list[str]] = []
+    runner.use_dcp, runner.pcp.init_peer_caches = False, opened.append
+    runner.vllm_config = SimpleNamespace(additional_config={})
+    runner.initialize_kv_cache([64])
+    assert not opened
+    runner.vllm_config.additional_config = {"pcp_kv_exchange": "peer"}
+    runner.initialize_kv_cache([64])
+    assert opened == [["cache of the first layer"]]
+
+    def fail(caches: list[str]) -> None:
+        raise RuntimeError("GPUs [0, 3] are not all connected by NVLink")
+
+    runner.pcp.init_peer_caches = fail
+    with pytest.raises(ValueError, match=r"pcp_kv_exchange=peer: GPUs \[0, 3\] .* Drop it from"):
+        runner.initialize_kv_cache([64])
 
 
 def prepare_profile_run(runner: Any, kind: type, impl: object, dcp_size: int = 1) -> None:

@@ -7,6 +7,9 @@ reads K and V from the cache attends correctly, once the cache holds the new K a
 partitioned step the slot mapping covers the rows of all ranks, in other steps only the layer's own:
 its length says which it is, on every rank alike.
 
+Where ranks reach each other's caches, each writes its own rows to its own cache instead, and copies
+them to the others (``PeerCaches``).
+
 In the gathered buffer a token is one row of bytes, its K (all heads) and behind it its V.
 """
 
@@ -18,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm.distributed.pcp.kv_gather import get_kv_gather
+from vllm.distributed.pcp.peer_caches import get_peer_caches
 from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backend import AttentionImpl, AttentionLayer, AttentionMetadataBuilder
 
@@ -105,12 +109,17 @@ class GatherKVMixin(_ImplBase):
             slot_mapping: ``[P * L]`` int64 in a partitioned step, ``[L]`` in others; -1 is not
                 written.
 
-        Collectives: one gather on the PCP group in a partitioned step.
+        Collectives: one gather on the PCP group in a partitioned step, or one meeting.
         """
-        if slot_mapping.shape[0] == self.pcp_world_size * key.shape[0]:
+        num_tokens, peers = key.shape[0], get_peer_caches()
+        if slot_mapping.shape[0] != self.pcp_world_size * num_tokens:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+        elif peers is None:
             self._gather_and_write(layer, key, value, kv_cache, slot_mapping)
         else:
-            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+            own_slots = slot_mapping[self.pcp_rank * num_tokens :][:num_tokens]
+            super().do_kv_cache_update(layer, key, value, kv_cache, own_slots)
+            peers.copy(kv_cache, own_slots)
 
     def _gather_and_write(
         self,

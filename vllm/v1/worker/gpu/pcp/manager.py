@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ import torch
 from vllm.distributed.parallel_state import get_pcp_group
 from vllm.distributed.pcp.collectives import gather_rows
 from vllm.distributed.pcp.kv_gather import KVGather, init_kv_gather
+from vllm.distributed.pcp.peer_caches import PeerCaches, init_peer_caches
 from vllm.distributed.pcp.shard_collectives import kv_shards
 from vllm.logger import init_logger
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
@@ -47,7 +49,8 @@ class PCPStats:
         num_local_tokens: Tokens that this rank computed.
         num_padding_tokens: Rows that this rank ran only to be as long as the longest rank, or as a
             CUDA graph.
-        num_gathered_bytes: Bytes of KV gathered, all layers, padding included.
+        num_gathered_bytes: Bytes of KV gathered, or copied to other ranks, all layers, padding
+            included.
     """
 
     num_steps: int = 0
@@ -100,6 +103,7 @@ class PCPManager:
         self.stats = PCPStats()
         self.graphs = PartitionGraphs()
         self.kv_gather: KVGather | None = None
+        self.peer_caches: PeerCaches | None = None
         self._next_log = 0.0
 
     @staticmethod
@@ -121,6 +125,27 @@ class PCPManager:
         """
         self.kv_gather = init_kv_gather(self.max_local_tokens, max_row_bytes, self.device)
         return self.kv_gather
+
+    def init_peer_caches(self, caches: Iterable[torch.Tensor]) -> None:
+        """Let ranks write to each other's KV cache.
+
+        Args:
+            caches: Those of the layers, in the same order on every rank.
+
+        Raises:
+            RuntimeError: They cannot; on every rank alike.
+
+        Collectives: those of ``vllm.distributed.pcp.peer_caches.init_peer_caches``.
+        """
+        self.peer_caches = init_peer_caches(caches, self.device)
+
+    def begin_exchange(self) -> None:
+        """Wait, on the device, until all ranks may write to each other's cache.
+
+        Collectives: a meeting on the PCP group, if they do.
+        """
+        if self.peer_caches is not None:
+            self.peer_caches.begin_step()
 
     def partition_batch(self, batch: InputBatch) -> PCPStep | None:
         """Partition a batch, or return None if none of its prefills is long enough.
@@ -272,7 +297,9 @@ class PCPManager:
 
     def snapshot(self) -> dict[str, int]:
         """Return the counters so far."""
-        if self.kv_gather is not None:
+        if self.peer_caches is not None:
+            self.stats.num_gathered_bytes = self.peer_caches.num_copied_bytes
+        elif self.kv_gather is not None:
             self.stats.num_gathered_bytes = self.kv_gather.num_gathered_bytes
         return dataclasses.asdict(self.stats)
 
@@ -281,6 +308,8 @@ class PCPManager:
         self.stats = PCPStats()
         if self.kv_gather is not None:
             self.kv_gather.num_gathered_bytes = 0
+        if self.peer_caches is not None:
+            self.peer_caches.num_copied_bytes = 0
 
     def log_stats(self) -> None:
         """Log the counters of rank 0."""

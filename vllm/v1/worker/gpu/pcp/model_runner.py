@@ -22,6 +22,7 @@ from vllm.distributed.pcp.step import REPLICATED, StepState, set_step_state
 from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.plugins.pcp.options import kv_exchange
 from vllm.v1.attention.backends.pcp import BACKENDS
 from vllm.v1.attention.backends.pcp.mla.latent import PlannedPrefillMixin
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec, get_kv_quant_mode
@@ -111,11 +112,23 @@ class PCPRunnerMixin(_RunnerBase):
         """Allocate the KV cache; where ranks share it, check how they do.
 
         Raises:
-            ValueError: Kernels' blocks, in which slots are counted, do not hold whole runs.
+            ValueError: Kernels' blocks, in which slots are counted, do not hold whole runs; or
+                ranks were to write to each other's cache and cannot.
+
+        Collectives: none, or those of ``PeerCaches``.
         """
         super().initialize_kv_cache(kv_cache_config)
         if self.use_dcp:
             check_interleave(self.cp_interleave, self.kernel_block_sizes)
+        if kv_exchange(self.vllm_config) == "peer":
+            layers = get_layers_from_vllm_config(self.vllm_config, Attention)
+            try:
+                self.pcp.init_peer_caches([layer.kv_cache for layer in layers.values()])
+            except RuntimeError as error:
+                raise ValueError(
+                    "Prefill context parallelism cannot write to the KV caches of other ranks (got "
+                    f"pcp_kv_exchange=peer: {error}). Drop it from --additional-config."
+                ) from error
 
     def _dummy_run(
         self, num_tokens: int, *args: Any, **kwargs: Any
@@ -261,6 +274,7 @@ class PCPRunnerMixin(_RunnerBase):
             slot_mappings = self.pcp.get_dummy_slot_mappings(
                 len(block_tables), input_batch.num_tokens
             )
+            self.pcp.begin_exchange()
         return block_tables, slot_mappings
 
     @torch.inference_mode()
@@ -336,6 +350,7 @@ class PCPRunnerMixin(_RunnerBase):
             return super().prepare_attn(input_batch)
         set_step_state(StepState(is_partitioned=True, plan=step.plan))
         block_tables, slot_mappings = super().prepare_attn(step.global_batch)
+        self.pcp.begin_exchange()
         return self.pcp.prepare_attn(step, block_tables, slot_mappings)
 
     def _restore(self, step: PCPStep) -> None:
