@@ -46,9 +46,11 @@ class KVShards:
         """Return how many of a request's first tokens a rank keeps.
 
         Args:
-            num_tokens: Of any shape, int32 or int64.
+            num_tokens: Of any shape, int32 or int64; returned itself if nobody else keeps any.
             rank: The DCP rank. Rank 0 keeps the most.
         """
+        if self.world_size == 1:
+            return num_tokens
         cycle = self.world_size * self.interleave
         rest = num_tokens % cycle - rank * self.interleave
         kept: Counts = num_tokens // cycle * self.interleave + rest.clip(0, self.interleave)

@@ -29,6 +29,8 @@ BLOCK_SIZE = 4
 # prefix.
 BATCHES = {
     "one prefill": [(11, 0, True)],
+    # With two and four ranks no row is padding.
+    "even prefill": [(16, 0, True)],
     "prefix of one": [(9, 1, True)],
     "mixed": [
         (1, 30, False),

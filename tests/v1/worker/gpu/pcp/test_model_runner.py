@@ -32,6 +32,7 @@ class Stock:
     """Remembers what it was asked."""
 
     pooling_runner = None
+    sampler = None
 
     def __init__(self) -> None:
         self.eager: list[bool] = []

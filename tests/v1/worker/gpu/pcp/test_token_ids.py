@@ -21,6 +21,7 @@ TOKENS = list(range(100, 160))
 PACK: dict[str, Callable[[list[int]], Sequence[int]]] = {
     "list": list,
     "array": lambda tokens: array("i", tokens),
+    "unsigned array": lambda tokens: array("I", tokens),
 }
 
 
@@ -68,7 +69,13 @@ def new_request(prompt: list[int] | None, prefill: list[int]) -> NewRequestData:
 
 @pytest.mark.parametrize(
     ("prompt", "prefill"),
-    [(TOKENS, list(TOKENS)), (TOKENS, [*TOKENS, 7]), (None, TOKENS), ([2**31 - 1], [0])],
+    [
+        (TOKENS, list(TOKENS)),
+        (TOKENS, [*TOKENS, 7]),
+        (None, TOKENS),
+        ([2**31 - 1], [0]),
+        ([3, -1], [-1]),
+    ],
 )
 def test_workers_get_the_tokens_that_were_scheduled(
     prompt: list[int] | None, prefill: list[int]

@@ -6,5 +6,7 @@ manager       PCPManager: turns a scheduled batch into this rank's rows and back
 graphs        PIECEWISE CUDA graphs of partitioned steps
 model_runner  PCPRunnerMixin: where the runner hands its steps to the manager
 copies        index arrays to the device in one transfer
+token_ids     prompts to the device
+late_writes   what only sampling reads, behind the forward pass
 pooling       embeddings, normalised or not as a request asks
 """

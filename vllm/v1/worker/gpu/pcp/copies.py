@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -17,8 +19,8 @@ def copy_to_device(
 
     Each starts at a multiple of 16 bytes: kernels are compiled anew for pointers that do not.
     """
-    starts = np.cumsum([0, *(-(-array.shape[0] // 4) * 4 for array in arrays)]).tolist()
-    together = np.zeros(starts[-1], dtype=np.int32)
+    starts = list(accumulate((-(-array.shape[0] // 4) * 4 for array in arrays), initial=0))
+    together = np.empty(starts[-1], dtype=np.int32)
     for start, array in zip(starts, arrays, strict=False):
         together[start : start + array.shape[0]] = array
     on_device = async_copy_to_gpu(together, device=device)

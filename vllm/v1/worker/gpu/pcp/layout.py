@@ -210,9 +210,10 @@ def plan_partition(
     base, num_longer = np.divmod(query_len[num_repl:], 2 * size)
     # Chunks first_longer..first_longer+num_longer-1 have one token more.
     first_longer = np.minimum(size, 2 * size - num_longer)
-    num_longer_before = np.clip(chunk - first_longer, 0, num_longer)
+    # np.clip takes several times as long.
+    num_longer_before = np.minimum(np.maximum(chunk - first_longer, 0), num_longer)
     start = chunk * base + num_longer_before
-    chunk_len = base + (np.clip(chunk + 1 - first_longer, 0, num_longer) - num_longer_before)
+    chunk_len = base + ((chunk >= first_longer) & (num_longer_before < num_longer))
 
     row_offset = np.zeros((size, req.shape[0]), dtype=np.int32)
     row_offset[:, num_repl:] = start

@@ -169,20 +169,25 @@ class PCPManager:
         num_rows = row_req.shape[0]
         num_tokens = int(plan.num_local_tokens[rank])
         query_start_loc_np = plan.query_start_loc(rank)
-        gather_idx, slot_idx, query_start_loc, row_req_device = copy_to_device(
-            plan.gather_idx(rank), plan.slot_idx, query_start_loc_np, row_req, device=self.device
+        row_stop = plan.row_offset[rank] + row_len
+        num_behind = batch.num_scheduled_tokens[row_req] - row_stop
+        gather_idx, slot_idx, query_start_loc, row_req_device, num_behind_device = copy_to_device(
+            plan.gather_idx(rank),
+            plan.slot_idx,
+            query_start_loc_np,
+            row_req,
+            num_behind,
+            device=self.device,
         )
         input_ids, positions = self.graphs.select_inputs(
             batch.input_ids, batch.positions, gather_idx
         )
-        # Lengths come from the positions on the device, which the host's count may run ahead of.
-        seq_lens = positions.index_select(0, query_start_loc[1:] - 1).add_(1).to(torch.int32)
+        # Lengths come from those on the device, which the host's count may run ahead of.
+        seq_lens = batch.seq_lens.index_select(0, row_req_device).sub_(num_behind_device)
         num_computed_tokens_np = batch.num_computed_tokens_np[row_req] + plan.row_offset[rank]
         prefill_len_np = batch.prefill_len_np[row_req]
-        is_padding = torch.zeros(
-            plan.num_tokens_after_padding, dtype=torch.bool, device=self.device
-        )
-        is_padding[num_tokens:] = True
+        # Which rows are padding is left as it is: experts ask, with VLLM_MOE_SKIP_PADDING, and that
+        # is refused.
         local_batch = dataclasses.replace(
             batch,
             req_ids=[batch.req_ids[i] for i in row_req.tolist()],
@@ -208,7 +213,6 @@ class PCPManager:
             is_prefilling_np=batch.is_prefilling_np[row_req],
             input_ids=input_ids,
             positions=positions,
-            is_padding=is_padding,
         )
         self._count(plan)
         return PCPStep(plan, batch, local_batch, slot_idx, row_req_device)
@@ -233,6 +237,9 @@ class PCPManager:
 
     def prepare_slot_mappings(self, step: PCPStep, slot_mappings: torch.Tensor) -> torch.Tensor:
         """Return ``[num_groups, P * L]`` int64: a token's slot at the gathered row that owns it."""
+        if step.slot_idx.shape[0] == step.plan.num_tokens:
+            # Each token stands there once: there is nothing else.
+            return slot_mappings.index_select(1, step.slot_idx)
         gathered = slot_mappings.index_select(1, step.slot_idx.clamp_min(0))
         return gathered.masked_fill_(step.slot_idx < 0, PAD_SLOT_ID)
 

@@ -28,6 +28,7 @@ from vllm.v1.attention.backends.pcp.mla.latent import PlannedPrefillMixin
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec, get_kv_quant_mode
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.pcp.graphs import PartitionGraphs
+from vllm.v1.worker.gpu.pcp.late_writes import LateSampler
 from vllm.v1.worker.gpu.pcp.manager import PCPManager, PCPStep
 from vllm.v1.worker.gpu.pcp.pooling import EmbeddingRunner
 from vllm.v1.worker.gpu.pcp.token_ids import PackedTokenIds
@@ -62,13 +63,15 @@ class PCPRunnerMixin(_RunnerBase):
     _is_gather_warm_up: bool = False
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the model, then size the KV gather by its layers."""
+        """Load the model, then size the KV gather by its layers; take over what is built here."""
         super().load_model(*args, **kwargs)
         gather = self.pcp.init_kv_gather(self._max_kv_row_bytes())
         # Profiling starts after this and counts what the model is said to take.
         self.model_memory_usage += gather.num_buffer_bytes
         if self.pooling_runner is not None:
             self.pooling_runner = EmbeddingRunner(self.model)
+        if self.sampler is not None:
+            LateSampler.take_over(self.sampler)
 
     def _max_kv_row_bytes(self) -> int:
         """Return the most bytes of new KV that a token has in one layer.

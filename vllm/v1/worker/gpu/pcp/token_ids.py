@@ -33,7 +33,7 @@ class PackedTokenIds(StagedWriteTensor):
         Args:
             index: The request's row.
             start: Its first token to be written.
-            x: Tokens; an array of int32 is taken as it is.
+            x: Tokens; an array is taken as a whole, of int32 as it is.
         """
         if len(x) == 0:
             return

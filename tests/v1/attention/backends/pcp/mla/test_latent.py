@@ -164,7 +164,6 @@ class Scene:
     ) -> tuple[torch.Tensor, bool]:
         """Return the output by plan, and whether it was merged."""
         from vllm.v1.attention.backends.pcp.mla import latent
-        from vllm.v1.attention.backends.pcp.mla.device_plan import plan_to_device
         from vllm.v1.attention.backends.pcp.mla.prefill_plan import plan_prefill
         from vllm.v1.worker.gpu.pcp import copies
 
@@ -182,10 +181,6 @@ class Scene:
             shards=shards,
             req_end=None if ends is None else np.array(ends),
         )
-        with pytest.MonkeyPatch.context() as patch:
-            if not HAS_GPU:
-                patch.setattr(copies, "async_copy_to_gpu", lambda x, device: torch.from_numpy(x))
-            batches = plan_to_device(plan, row_tables, shards)
         nothing = torch.empty(0)
         workspace, gathered = (
             torch.empty(max_tokens, LATENT + ROPE, dtype=DTYPE, device=DEVICE) for _ in range(2)
@@ -195,9 +190,8 @@ class Scene:
             query_start_loc=nothing,
             max_query_len=0,
             prefill_backend=self.prefill_backend,
-            batches=batches,
+            make_plan=lambda: plan,
             workspace=workspace,
-            has_partial_results=plan.has_partial_results,
             shards=shards,
             gathered=gathered,
         )
@@ -206,7 +200,10 @@ class Scene:
         out = torch.full((len(q), NUM_HEADS * V_DIM), float("nan"), dtype=DTYPE, device=DEVICE)
         scale = torch.ones(1, device=DEVICE)
         metadata = SimpleNamespace(prefill=prefill)
-        self.impl.forward_mha(q, nothing, nothing, cache, metadata, scale, out)
+        with pytest.MonkeyPatch.context() as patch:
+            if not HAS_GPU:
+                patch.setattr(copies, "async_copy_to_gpu", lambda x, device: torch.from_numpy(x))
+            self.impl.forward_mha(q, nothing, nothing, cache, metadata, scale, out)
         return out.view(-1, NUM_HEADS, V_DIM).double().cpu(), plan.has_partial_results
 
     def expected(self, rows: Rows) -> torch.Tensor:

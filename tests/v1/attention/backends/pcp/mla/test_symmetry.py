@@ -31,7 +31,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.pcp.mla import latent, shared_decode
 from vllm.v1.attention.backends.pcp.mla.latent import PlannedPrefillMixin, PlanPrefillMixin
-from vllm.v1.attention.backends.pcp.mla.prefill_plan import plan_prefill
+from vllm.v1.attention.backends.pcp.mla.prefill_plan import PrefillPlan, plan_prefill
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.pcp import copies
 from vllm.v1.worker.gpu.pcp import manager as manager_module
@@ -299,6 +299,26 @@ def collectives_of(
         process.groups = rank.groups
         issued.append(rank.run(batch))
     return issued
+
+
+def test_a_plan_is_made_once_and_not_before_attention(
+    process: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device has nothing to do before the first layer."""
+    plans = []
+
+    def plan(*args: Any, **kwargs: Any) -> PrefillPlan:
+        plans.append(plan_prefill(*args, **kwargs))
+        return plans[-1]
+
+    monkeypatch.setattr(latent, "plan_prefill", plan)
+    rank = make_ranks(process, (2, 1, 1, 1))[0]
+    batch = make_batch([(600, 0, True)])
+    metadata = rank.builders["FLASH_ATTN_MLA"].build(0, common_metadata(batch, batch.positions))
+    assert not plans
+    for _ in range(2):
+        rank._attend(metadata, batch.positions, batch.num_tokens)
+    assert len(plans) == 1
 
 
 @pytest.mark.slow

@@ -96,9 +96,8 @@ def plan_to_device(
 
 def _token_to_piece(cu_seqlens: torch.Tensor, num_tokens: int) -> torch.Tensor:
     """Return ``[num_tokens]`` int32, the piece of each token."""
-    num_pieces = cu_seqlens.shape[0] - 1
-    pieces = torch.arange(num_pieces, dtype=torch.int32, device=cu_seqlens.device)
-    return pieces.repeat_interleave(cu_seqlens.diff(), output_size=num_tokens)
+    tokens = torch.arange(num_tokens, dtype=torch.int32, device=cu_seqlens.device)
+    return torch.bucketize(tokens, cu_seqlens[1:], out_int32=True, right=True)
 
 
 def slots_to_read(

@@ -19,6 +19,8 @@ put it in order; decodes are those of ``shared_decode``.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +44,7 @@ from vllm.v1.attention.backends.pcp.kv_gather import RowsPerRequestMixin
 from vllm.v1.attention.backends.pcp.mla.concat_keys import concat_keys
 from vllm.v1.attention.backends.pcp.mla.device_plan import DeviceBatch, DeviceCall, plan_to_device
 from vllm.v1.attention.backends.pcp.mla.prefill_backend import AttendingPrefillBackend
-from vllm.v1.attention.backends.pcp.mla.prefill_plan import plan_prefill
+from vllm.v1.attention.backends.pcp.mla.prefill_plan import PrefillPlan, plan_prefill
 from vllm.v1.attention.backends.pcp.mla.shared_decode import (
     SharedDecodeMixin,
     end_decodes_at,
@@ -96,21 +98,32 @@ class UnorderedPrefillMetadata(MLACommonPrefillMetadata):
 
 @dataclass
 class PCPPrefillMetadata(MLACommonPrefillMetadata):
-    """Prefill rows of a step, planned.
+    """Prefill rows of a step, planned when the first layer attends.
+
+    The device is then busy with what is in front of attention, and would else wait for the plan.
 
     Attributes:
-        batches: The plan.
+        make_plan: Makes the plan.
         workspace: ``[max_tokens, head_size]``, the latents of a batch.
-        has_partial_results: Some row attends in more than one batch.
         shards: How ranks share the KV cache.
         gathered: ``[max_tokens, head_size]``, where they do, the latents as they are gathered.
     """
 
-    batches: list[DeviceBatch] = dataclasses.field(default_factory=list)
+    make_plan: Callable[[], PrefillPlan] | None = None
     workspace: torch.Tensor | None = None
-    has_partial_results: bool = False
     shards: KVShards = UNSHARED
     gathered: torch.Tensor | None = None
+
+    @functools.cached_property
+    def plan(self) -> PrefillPlan:
+        """The plan."""
+        assert self.make_plan is not None
+        return self.make_plan()
+
+    @functools.cached_property
+    def batches(self) -> list[DeviceBatch]:
+        """The plan's batches on the device."""
+        return plan_to_device(self.plan, self.block_table, self.shards)
 
 
 class PlanPrefillMixin(_BuilderBase):
@@ -213,14 +226,15 @@ class PlanPrefillMixin(_BuilderBase):
         row_len: Int32Array,
         num_decodes: int,
     ) -> PCPPrefillMetadata:
-        """Plan the rows behind the decodes."""
+        """Say how to plan the rows behind the decodes."""
         partition = get_step_state().plan
         if partition is None:
             row_req, req_end = np.arange(row_len.shape[0], dtype=np.int32), seq_lens
         else:
             row_req, req_end = partition.row_req[self._pcp_rank], partition.req_end
         rows = slice(num_decodes, None)
-        plan = plan_prefill(
+        make_plan = functools.partial(
+            plan_prefill,
             seq_lens[rows] - row_len[rows],
             row_len[rows],
             row_req[rows],
@@ -233,9 +247,8 @@ class PlanPrefillMixin(_BuilderBase):
         )
         return PCPPrefillMetadata(
             **vars(prefill),
-            batches=plan_to_device(plan, prefill.block_table, self.shards),
+            make_plan=make_plan,
             workspace=self.chunked_prefill_workspace,
-            has_partial_results=plan.has_partial_results,
             shards=self.shards,
             gathered=self.gathered,
         )
@@ -370,7 +383,7 @@ class PlannedPrefillMixin(GatherLatentMixin, _DenseImplBase):
             )
             return
         out = output.view(-1, self.num_heads, self.v_head_dim)
-        if prefill.has_partial_results:
+        if prefill.plan.has_partial_results:
             self._attend_and_merge(prefill, q, kv_c_and_k_pe_cache, k_scale, out)
             return
         for batch in prefill.batches:
