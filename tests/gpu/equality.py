@@ -87,8 +87,8 @@ TINY = 1e-3
 FORK = multiprocessing.get_context("fork")
 # Who holds a part of the experts' weights: a slice of each expert, or some whole experts.
 EXPERTS = ("sliced", "parallel")
-# Whether each rank has all of the KV cache, of KV that is gathered or that ranks copy to each other,
-# or all of them share one: D = P, or D = TP x P with two TP ranks each.
+# Whether each rank has all of the KV cache, by a gather or by copies from rank to rank, or all of
+# them share one: D = P, or D = TP x P with two TP ranks each.
 CACHES = ("whole", "copied", "shared", "shared_tp2")
 
 
@@ -207,15 +207,8 @@ def make_prompts() -> list[list[list[int]]]:
     return batches
 
 
-def run_engine(case: Case, folder: Path) -> None:
-    """Generate with one engine and write what it answered."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    admit_what_is_tried_here()
-    index_topk = KINDS[case.model].index_topk
-    if index_topk:
-        prepare_for_sparse_attention(case)
-    from vllm import LLM, SamplingParams, TokensPrompt
-
+def engine_options(case: Case) -> dict[str, Any]:
+    """Return what one case's engine has and others have not."""
     options: dict[str, Any] = {}
     if case.size > 1:
         options |= {
@@ -236,6 +229,18 @@ def run_engine(case: Case, folder: Path) -> None:
             "cudagraph_mode": case.graphs,
             "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256, 512],
         }
+    return options
+
+
+def run_engine(case: Case, folder: Path) -> None:
+    """Generate with one engine and write what it answered."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    admit_what_is_tried_here()
+    index_topk = KINDS[case.model].index_topk
+    if index_topk:
+        prepare_for_sparse_attention(case)
+    from vllm import LLM, SamplingParams, TokensPrompt
+
     llm = LLM(
         str(folder / case.model),
         skip_tokenizer_init=True,
@@ -247,7 +252,7 @@ def run_engine(case: Case, folder: Path) -> None:
         max_num_batched_tokens=2048,
         gpu_memory_utilization=0.04,
         kv_cache_memory_bytes=2**29,
-        **options,
+        **engine_options(case),
     )
 
     def sampling(num_tokens: int) -> SamplingParams:
