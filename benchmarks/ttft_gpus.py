@@ -57,8 +57,6 @@ PCP, TP = "prefill_context_parallel_size", "tensor_parallel_size"
 EP = "enable_expert_parallel"
 # Ranks write to each other's KV cache, instead of gathering.
 PEER = {"pcp_kv_exchange": "peer"}
-# Kinds of models that can.
-GROUPED_KV = ("gqa", "moe")
 # Prompts for comparing tokens: around 2P, around blocks of 16, in one step and in several.
 EQUALITY_LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33, 100, 257, 1000, 2047, 2500, 5000)
 EQUALITY_TOKENS = 16
@@ -71,7 +69,7 @@ def layouts(shape: str, num_gpus: int) -> dict[str, dict[str, Any]]:
         f"PCP{num_gpus}": {PCP: num_gpus},
         f"TP{num_gpus}": {TP: num_gpus},
     }
-    if kind(shape) in GROUPED_KV and not is_cpu_build():
+    if not KINDS[kind(shape)].index_topk and not is_cpu_build():
         several[f"PCP{num_gpus} peer"] = {PCP: num_gpus, "additional_config": PEER}
     if KINDS[kind(shape)].has_experts:
         several[f"PCP{num_gpus} EP"] = {PCP: num_gpus, EP: True}

@@ -169,6 +169,8 @@ GRIDS: dict[str, tuple[Grid, ...]] = {
         Grid(("FLASHMLA", "TRITON_MLA"), ("fp8",)),
         Grid(("FLASH_ATTN_MLA", "FLASHMLA"), graphs=("FULL_DECODE_ONLY",)),
         Grid(("FLASH_ATTN_MLA",), experts=("parallel",)),
+        Grid(("FLASH_ATTN_MLA", "FLASHMLA"), caches=("copied",)),
+        Grid(("FLASHMLA",), ("fp8",), caches=("copied",)),
         Grid(("FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA"), caches=("shared",)),
         Grid(("FLASHMLA",), ("fp8",), caches=("shared",)),
     ),

@@ -31,6 +31,7 @@ LAYOUTS = {
     "one head": ((NUM_BLOCKS, 2, BLOCK_SIZE, 1, 8), (0, 1, 2, 3, 4)),
     "wide": ((NUM_BLOCKS, 2, BLOCK_SIZE, 20, 128), (0, 1, 2, 3, 4)),
     "keys beside values": ((NUM_BLOCKS, BLOCK_SIZE, 2, 96), (0, 1, 2, 3)),
+    "latents": ((NUM_BLOCKS, BLOCK_SIZE, 576), (0, 1, 2)),
 }
 ROUNDS = 12
 
@@ -59,7 +60,7 @@ def memory_of(cache: torch.Tensor) -> torch.Tensor:
 
 def copied(layout: str, dtype: torch.dtype, device: str) -> None:
     """Let the second of three ranks copy some slots, and check every byte of all three."""
-    from vllm.distributed.pcp.peer_kernels import copy_slots
+    from vllm.distributed.pcp import peer_caches
 
     torch.manual_seed(0)
     caches = [random_cache(layout, dtype, device) for _ in range(P)]
@@ -68,10 +69,14 @@ def copied(layout: str, dtype: torch.dtype, device: str) -> None:
     # More than a program copies.
     slots = torch.randperm(NUM_SLOTS, device=device)[:71]
     slots[::4] = -1
-    own = caches[1].view(torch.uint8)
-    own = own if own.dim() == 5 else own.unsqueeze(1)
-    bases = torch.tensor([cache.data_ptr() for cache in caches], device=device)
-    copy_slots(own, slots, bases, 1)
+    peers: Any = object.__new__(peer_caches.PeerCaches)
+    peers.pcp_world_size, peers.pcp_rank, peers.num_copied_bytes = P, 1, 0
+    peers._device, peers._bases, peers._pads = torch.device(device), {}, None
+    starts = [cache.untyped_storage().data_ptr() for cache in caches]
+    peers._starts = {starts[1]: starts}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peer_caches, "meet", lambda *_: None)
+        peers.copy(caches[1], slots)
     written = slots[slots >= 0]
     for rank, cache in enumerate(caches):
         expected = before[rank]

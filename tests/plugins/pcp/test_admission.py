@@ -363,12 +363,12 @@ CASES = {
     "KV exchanges of other names": Case(
         "pcp_kv_exchange=push", args={"additional_config": {"pcp_kv_exchange": "push"}}
     ),
-    "writing to other ranks' KV caches with MLA, shared or offloaded caches, or off CUDA": Case(
-        "pcp_kv_exchange=peer with architecture=DeepseekV2ForCausalLM, "
-        "decode_context_parallel_size=2",
-        model=DEEPSEEK,
+    "copies between KV caches with sparse MLA, shared or offloaded caches, or off CUDA": Case(
+        "pcp_kv_exchange=peer with a platform other than CUDA, "
+        "architecture=DeepseekV32ForCausalLM, decode_context_parallel_size=2",
+        model=DEEPSEEK_V32,
         args={"additional_config": {"pcp_kv_exchange": "peer"}},
-        change=all_of(gpus, dcp(2)),
+        change=dcp(2),
     ),
     "KV connectors that do more than offload": Case(
         "kv_connector=ExampleConnector", args=connector("ExampleConnector")
@@ -492,7 +492,7 @@ OFFLOADING = {
 SUPPORTED = {
     "dense": Case(),
     "keys and values written to other ranks' caches": Case(
-        args={"additional_config": {"pcp_kv_exchange": "peer"}}, change=gpus
+        model=DEEPSEEK, args={"additional_config": {"pcp_kv_exchange": "peer"}}, change=gpus
     ),
     "sparse MLA on GPUs, compiled": Case(
         model=DEEPSEEK_V32,

@@ -100,12 +100,16 @@ class PeerCaches:
         """
         meet(self._pads, self.pcp_rank)
 
+    def own_slots(self, slot_mapping: torch.Tensor) -> torch.Tensor:
+        """Return ``[L]`` of a partitioned step's ``[P * L]`` slots: where this rank's rows go."""
+        return slot_mapping.view(self.pcp_world_size, -1)[self.pcp_rank]
+
     def copy(self, cache: torch.Tensor, slots: torch.Tensor) -> None:
         """Copy the KV at some slots of this rank's cache to those of the others, and wait for them.
 
         Args:
-            cache: ``[num_blocks, 2, block_size, num_kv_heads, head_size]`` of any type and strides,
-                or without the second axis.
+            cache: ``[num_blocks, 2, block_size, num_kv_heads, head_size]`` of any type and strides;
+                without the second axis; or of latents, ``[num_blocks, block_size, row]``.
             slots: ``[L]`` int64, this rank's; -1 is left alone.
 
         Collectives: a meeting of the PCP ranks.
@@ -114,7 +118,9 @@ class PeerCaches:
         bases = self._bases.get(key)
         if bases is None:
             bases = self._bases[key] = self._addresses(cache)
-        view = (cache if cache.dim() == 5 else cache.unsqueeze(1)).view(torch.uint8)
+        view = cache.view(torch.uint8)
+        view = view.unsqueeze(2) if view.dim() == 3 else view
+        view = view.unsqueeze(1) if view.dim() == 4 else view
         copy_slots(view, slots, bases, self.pcp_rank)
         meet(self._pads, self.pcp_rank)
         row_bytes = view.shape[1] * view.shape[3] * view.shape[4]

@@ -382,7 +382,7 @@ def _peer_exchange(config: VllmConfig) -> str | None:
     dcp_size = config.parallel_config.decode_context_parallel_size
     obstacles = {
         "a platform other than CUDA": not current_platform.is_cuda(),
-        f"architecture={config.model_config.architecture}": config.model_config.use_mla,
+        f"architecture={config.model_config.architecture}": _selected_tokens(config) is not None,
         f"decode_context_parallel_size={dcp_size}": dcp_size > 1,
         "kv_transfer_config": config.kv_transfer_config is not None,
         "kv_offloading_size": config.cache_config.kv_offloading_size is not None,
@@ -713,7 +713,7 @@ RULES: tuple[Rule, ...] = (
         error=ValueError,
     ),
     Rule(
-        "writing to other ranks' KV caches with MLA, shared or offloaded caches, or off CUDA",
+        "copies between KV caches with sparse MLA, shared or offloaded caches, or off CUDA",
         _peer_exchange,
         "Every rank has to keep the same keys and values, in memory that others can open",
         "Drop pcp_kv_exchange from --additional-config",

@@ -173,10 +173,11 @@ def test_a_rank_writes_its_own_rows_and_hands_them_on(
     expected = torch.zeros(shape, dtype=cache_dtype, device=device)
     actual = expected.clone()
     handed_on: list[tuple[torch.Tensor, torch.Tensor]] = []
-    peers = SimpleNamespace(copy=lambda *arguments: handed_on.append(arguments))
+    peers: Any = object.__new__(peer_caches.PeerCaches)
+    peers.pcp_world_size, peers.pcp_rank = PCP_WORLD_SIZE, 1
+    peers.copy = lambda *arguments: handed_on.append(arguments)
     monkeypatch.setattr(peer_caches, "_peer_caches", peers)
 
-    impl.pcp_rank = 1
     rows = slice(NUM_TOKENS, 2 * NUM_TOKENS)
     impl.do_kv_cache_update(layer, keys[rows], values[rows], expected, slots[rows])
     assert not handed_on, "a mapping of the layer's own rows is for this rank alone"

@@ -135,8 +135,10 @@ def test_runs_of_tokens_lie_in_a_kernels_block(runner: Any) -> None:
 def test_ranks_that_cannot_write_to_each_other_say_so_at_the_start(
     runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layers = {"first": SimpleNamespace(kv_cache="cache of the first layer")}
-    monkeypatch.setattr(model_runner, "get_layers_from_vllm_config", lambda *_: layers)
+    def layers_of_kind(_: Any, kind: type) -> dict[str, Any]:
+        return {"layer": SimpleNamespace(kv_cache=f"cache of {kind.__name__}")}
+
+    monkeypatch.setattr(model_runner, "get_layers_from_vllm_config", layers_of_kind)
     opened: list[list[str]] = []
     runner.use_dcp, runner.pcp.init_peer_caches = False, opened.append
     runner.vllm_config = SimpleNamespace(additional_config={})
@@ -144,7 +146,7 @@ def test_ranks_that_cannot_write_to_each_other_say_so_at_the_start(
     assert not opened
     runner.vllm_config.additional_config = {"pcp_kv_exchange": "peer"}
     runner.initialize_kv_cache([64])
-    assert opened == [["cache of the first layer"]]
+    assert opened == [["cache of Attention", "cache of MLAAttention"]]
 
     def fail(caches: list[str]) -> None:
         raise RuntimeError("GPUs [0, 3] are not all connected by NVLink")

@@ -117,7 +117,7 @@ class GatherKVMixin(_ImplBase):
         elif peers is None:
             self._gather_and_write(layer, key, value, kv_cache, slot_mapping)
         else:
-            own_slots = slot_mapping[self.pcp_rank * num_tokens :][:num_tokens]
+            own_slots = peers.own_slots(slot_mapping)
             super().do_kv_cache_update(layer, key, value, kv_cache, own_slots)
             peers.copy(kv_cache, own_slots)
 

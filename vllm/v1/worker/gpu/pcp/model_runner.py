@@ -124,9 +124,14 @@ class PCPRunnerMixin(_RunnerBase):
         if self.use_dcp:
             check_interleave(self.cp_interleave, self.kernel_block_sizes)
         if kv_exchange(self.vllm_config) == "peer":
-            layers = get_layers_from_vllm_config(self.vllm_config, Attention)
+            kinds: tuple[Any, ...] = (Attention, MLAAttention)
+            layers = [
+                layer
+                for kind in kinds
+                for layer in get_layers_from_vllm_config(self.vllm_config, kind).values()
+            ]
             try:
-                self.pcp.init_peer_caches([layer.kv_cache for layer in layers.values()])
+                self.pcp.init_peer_caches([layer.kv_cache for layer in layers])
             except RuntimeError as error:
                 raise ValueError(
                     "Prefill context parallelism cannot write to the KV caches of other ranks (got "

@@ -52,10 +52,15 @@ def make_impl() -> Any:
     return Impl()
 
 
-def cache_of_ranks_and_of_stock(kv_dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the bytes that a step of all ranks, and stock vLLM, leave in the cache."""
+def cache_of_ranks_and_of_stock(
+    kv_dtype: str, is_copied: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bytes that a step of all ranks, and stock vLLM, leave in the cache.
+
+    If ranks copy to each other, one cache stands for all of theirs: what each hands on is in it.
+    """
     from tests.v1.attention.backends.pcp.test_kv_gather import RecordedGather
-    from vllm.distributed.pcp import kv_gather
+    from vllm.distributed.pcp import kv_gather, peer_caches
     from vllm.v1.attention.backend import MLAAttentionImpl
 
     impl = make_impl()
@@ -74,22 +79,31 @@ def cache_of_ranks_and_of_stock(kv_dtype: str) -> tuple[torch.Tensor, torch.Tens
     ours, stock = (torch.zeros(shape, dtype=cache_dtype, device=DEVICE) for _ in range(2))
     MLAAttentionImpl.do_kv_cache_update(impl, kv_c, k_pe, stock, slots, kv_dtype, scale)
     gather = RecordedGather(DEVICE)
+    peers: Any = object.__new__(peer_caches.PeerCaches)
+    peers.pcp_world_size, handed_on = PCP_WORLD_SIZE, []
+    peers.copy = lambda cache, own_slots: handed_on.append((cache is ours, own_slots))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kv_gather, "_kv_gather", gather)
+        patch.setattr(peer_caches, "_peer_caches", peers if is_copied else None)
         for rank in range(PCP_WORLD_SIZE):
             rows = slice(rank * NUM_TOKENS, (rank + 1) * NUM_TOKENS)
-            gather.pcp_rank = rank
-            ours.zero_()
+            gather.pcp_rank = peers.pcp_rank = rank
+            if not is_copied:
+                ours.zero_()
             impl.do_kv_cache_update(kv_c[rows], k_pe[rows], ours, slots, kv_dtype, scale)
-    assert gather.gathers == PCP_WORLD_SIZE
+    assert gather.gathers == (0 if is_copied else PCP_WORLD_SIZE)
+    if is_copied:
+        assert all(is_ours for is_ours, _ in handed_on)
+        assert torch.equal(torch.cat([own_slots for _, own_slots in handed_on]), slots)
     return ours.view(torch.uint8).cpu(), stock.view(torch.uint8).cpu()
 
 
+@pytest.mark.parametrize("is_copied", [False, True])
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "fp8_ds_mla"])
 def test_cache_equals_the_stock_write_of_all_ranks_tokens(
-    call: Callable[..., Any], kv_dtype: str
+    call: Callable[..., Any], kv_dtype: str, is_copied: bool
 ) -> None:
-    ours, stock = call(cache_of_ranks_and_of_stock, kv_dtype)
+    ours, stock = call(cache_of_ranks_and_of_stock, kv_dtype, is_copied)
     assert stock.any()
     assert torch.equal(ours, stock)
 

@@ -31,6 +31,7 @@ from vllm import _custom_ops as ops
 from vllm.distributed.parallel_state import get_pcp_group
 from vllm.distributed.pcp.kv_gather import get_kv_gather
 from vllm.distributed.pcp.kv_shards import UNSHARED, KVShards
+from vllm.distributed.pcp.peer_caches import get_peer_caches
 from vllm.distributed.pcp.shard_collectives import gather_shards, kv_shards
 from vllm.distributed.pcp.step import get_step_state
 from vllm.model_executor.layers.attention.mla_attention import (
@@ -302,13 +303,20 @@ class GatherLatentMixin(_ImplBase):
             kv_cache_dtype: The cache's dtype, as configured.
             k_scale: Scale of a quantised cache.
 
-        Collectives: one gather on the PCP group in a partitioned step.
+        Collectives: one gather on the PCP group in a partitioned step, or one meeting.
         """
-        num_tokens = kv_c_normed.shape[0]
+        num_tokens, peers = kv_c_normed.shape[0], get_peer_caches()
         if kv_cache.numel() == 0 or slot_mapping.shape[0] != self.pcp_world_size * num_tokens:
             super().do_kv_cache_update(
                 kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale
             )
+            return
+        if peers is not None:
+            own_slots = peers.own_slots(slot_mapping)
+            super().do_kv_cache_update(
+                kv_c_normed, k_pe, kv_cache, own_slots, kv_cache_dtype, k_scale
+            )
+            peers.copy(kv_cache, own_slots)
             return
         gather = get_kv_gather()
         own_rows = gather.begin(num_tokens, kv_cache.shape[2] * kv_cache.element_size())
