@@ -17,6 +17,7 @@ the way to the workers, before the forward pass, on the GPU, and on the way back
 
 One engine a shape, layout and mode, in a subprocess; a run that was cut short goes on where it was.
 ``--together 4 --kv-gib 4`` starts four at a time, if a GPU can hold them, and measures in turn.
+"one GPU" is the first of them; "GPU 1" is the next one, by itself.
 To be expected of an engine, on H200s: a minute to start, two with graphs, TTFT of all lengths half
 a minute to a minute, decode a minute. Figures are printed, and kept, as they come. With
 ``--one-gpu`` all ranks share GPU 0: that tries the script, its times say nothing.
@@ -75,7 +76,16 @@ def layouts(shape: str, num_gpus: int) -> dict[str, dict[str, Any]]:
         several[f"PCP{num_gpus} EP"] = {PCP: num_gpus, EP: True}
     if num_gpus == 4:
         several["TP2xPCP2"] = {TP: 2, PCP: 2}
-    return {ONE: {}, **several}
+    # GPUs of one host differ by some per cent, and the slowest one sets the pace.
+    others: dict[str, dict[str, Any]] = {f"GPU {gpu}": {} for gpu in range(1, num_gpus)}
+    return {ONE: {}, **({} if is_cpu_build() else others), **several}
+
+
+def environ(step: str) -> dict[str, str]:
+    """Return which GPU one of the others is."""
+    _, layout, _ = step.split("/")
+    is_other = layout.startswith("GPU ")
+    return {"CUDA_VISIBLE_DEVICES": layout.removeprefix("GPU ")} if is_other else {}
 
 
 def engine_options(args: argparse.Namespace, layout: dict[str, Any]) -> dict[str, Any]:
@@ -255,8 +265,9 @@ def select(args: argparse.Namespace) -> dict[str, list[str]]:
         for mode in args.modes:
             for layout, ranks in layouts(shape, args.gpus).items():
                 is_asked_for = args.layouts is None or layout in args.layouts
-                if is_asked_for and (mode != EQUALITY or not ranks or PCP in ranks):
-                    step = f"{shape}/{layout}/{mode}"
+                step = f"{shape}/{layout}/{mode}"
+                is_asked_for &= not (args.one_gpu and environ(step))
+                if is_asked_for and (mode != EQUALITY or layout == ONE or PCP in ranks):
                     steps[step] = tasks_of(args, step)
     return steps
 
@@ -286,6 +297,7 @@ def main() -> None:
         select(args),
         functools.partial(measure, args),
         functools.partial(summarise, args.gpus),
+        environ,
     )
     print_report(args.gpus, rows)
 
