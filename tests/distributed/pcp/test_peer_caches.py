@@ -71,7 +71,7 @@ def copied(layout: str, dtype: torch.dtype, device: str) -> None:
     slots[::4] = -1
     peers: Any = object.__new__(peer_caches.PeerCaches)
     peers.pcp_world_size, peers.pcp_rank, peers.num_copied_bytes = P, 1, 0
-    peers._device, peers._bases, peers._pads = torch.device(device), {}, None
+    peers._device, peers._layers, peers._pads = torch.device(device), {}, None
     starts = [cache.untyped_storage().data_ptr() for cache in caches]
     peers._starts = {starts[1]: starts}
     with pytest.MonkeyPatch.context() as patch:
@@ -221,6 +221,8 @@ def write_to_peers(rank: int, folder: Path) -> None:
             peers.copy(cache, slots)
             assert view.shape[0] == NUM_SLOTS
             assert torch.equal(cache.float(), (value + owner).expand(shape).float()), number
+    torch.cuda.synchronize()
+    peers.close()
     dist.barrier()
     dist.destroy_process_group()
 

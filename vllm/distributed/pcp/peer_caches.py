@@ -52,7 +52,8 @@ class PeerCaches:
         self.pcp_rank = group.rank_in_group
         self.num_copied_bytes = 0
         self._device = device
-        self._bases: dict[tuple[int, int], torch.Tensor] = {}
+        # A cache of a layer -> its bytes, and where each rank has it.
+        self._layers: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         # Of each rank: how often it has met this one; then, how often this rank has met others.
         self._pad = torch.zeros(self.pcp_world_size + 1, dtype=torch.int32, device=device)
         own = {tensor.untyped_storage().data_ptr(): tensor for tensor in (self._pad, *caches)}
@@ -114,17 +115,22 @@ class PeerCaches:
 
         Collectives: a meeting of the PCP ranks.
         """
-        key = (cache.data_ptr(), cache.untyped_storage().data_ptr())
-        bases = self._bases.get(key)
-        if bases is None:
-            bases = self._bases[key] = self._addresses(cache)
-        view = cache.view(torch.uint8)
-        view = view.unsqueeze(2) if view.dim() == 3 else view
-        view = view.unsqueeze(1) if view.dim() == 4 else view
+        # Layers of different shapes may lie at one address.
+        key = (cache.data_ptr(), cache.shape, cache.stride())
+        if key not in self._layers:
+            view = cache.view(torch.uint8)
+            view = view.unsqueeze(2) if view.dim() == 3 else view
+            view = view.unsqueeze(1) if view.dim() == 4 else view
+            self._layers[key] = (view, self._addresses(cache))
+        view, bases = self._layers[key]
         copy_slots(view, slots, bases, self.pcp_rank)
         meet(self._pads, self.pcp_rank)
         row_bytes = view.shape[1] * view.shape[3] * view.shape[4]
         self.num_copied_bytes += self.pcp_world_size * slots.shape[0] * row_bytes
+
+    def close(self) -> None:
+        """Leave the memory of other ranks: it is not given back while it is open."""
+        self._storages.clear()
 
 
 def open_storages(

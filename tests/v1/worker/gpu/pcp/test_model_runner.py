@@ -244,7 +244,7 @@ def test_no_graph_outlives_the_runner(runner: Any, has_manager: bool) -> None:
         kind._all_instances.add(wrapper)
     graphs = {"decode": object()}
     runner.cudagraph_manager = SimpleNamespace(graphs=graphs) if has_manager else None
-    runner.pcp.log_stats = lambda: None
+    runner.pcp.shutdown = lambda: None
     runner.shutdown()
     assert runner.is_shut_down
     assert not any(entries)

@@ -139,6 +139,12 @@ class PCPManager:
         """
         self.peer_caches = init_peer_caches(caches, self.device)
 
+    def shutdown(self) -> None:
+        """Log the counters, and leave the caches of other ranks."""
+        self.log_stats()
+        if self.peer_caches is not None:
+            self.peer_caches.close()
+
     def begin_exchange(self) -> None:
         """Wait, on the device, until all ranks may write to each other's cache.
 

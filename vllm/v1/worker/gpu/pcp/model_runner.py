@@ -404,7 +404,7 @@ class PCPRunnerMixin(_RunnerBase):
 
         The groups are destroyed next, and NCCL waits there for all graphs that send something.
         """
-        self.pcp.log_stats()
+        self.pcp.shutdown()
         super().shutdown()
         if self.cudagraph_manager is not None:
             self.cudagraph_manager.graphs.clear()
