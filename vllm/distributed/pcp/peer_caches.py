@@ -13,6 +13,7 @@ between the copies and attention.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -25,6 +26,8 @@ from vllm.platforms import current_platform
 
 Handle = tuple[Any, ...]
 TEST_WORD = 0x5EED
+# For the first meeting, at start-up; it takes some microseconds.
+MEETING_TIMEOUT_SECONDS = 60.0
 
 
 class PeerCaches:
@@ -42,7 +45,7 @@ class PeerCaches:
         RuntimeError: A rank cannot open the memory of another one, or what it writes there does not
             arrive; on every rank alike.
 
-    Collectives: five of objects on the CPU group.
+    Collectives: seven of objects on the CPU group, and a meeting for each of the caches.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class PeerCaches:
         self._layers: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         # Of each rank: how often it has met this one; then, how often this rank has met others.
         self._pad = torch.zeros(self.pcp_world_size + 1, dtype=torch.int32, device=device)
+        caches = list(caches)
         own = {tensor.untyped_storage().data_ptr(): tensor for tensor in (self._pad, *caches)}
         storages = [tensor.untyped_storage() for tensor in own.values()]
         self._storages = open_storages(storages, device, group)
@@ -64,7 +68,8 @@ class PeerCaches:
             for index, start in enumerate(own)
         }
         self._pads = self._addresses(self._pad)
-        self._check(group)
+        self._check_words(group)
+        self._check_copies(caches, group)
 
     def _addresses(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return ``[P]`` int64 on the device, where each rank has what this one has in a tensor."""
@@ -73,7 +78,7 @@ class PeerCaches:
         addresses = [start_of_rank + offset for start_of_rank in self._starts[start]]
         return torch.tensor(addresses, dtype=torch.int64, device=self._device)
 
-    def _check(self, group: GroupCoordinator) -> None:
+    def _check_words(self, group: GroupCoordinator) -> None:
         """Write a word to each rank, and see that all of theirs have come."""
         pad_of_rank = [
             torch.empty(0, dtype=torch.int32, device=self._device).set_(of_rank[0])
@@ -89,6 +94,23 @@ class PeerCaches:
         self._pad.zero_()
         self._synchronize()
         agree(None, group)
+
+    def _check_copies(self, caches: list[torch.Tensor], group: GroupCoordinator) -> None:
+        """Copy nothing once, which compiles kernels, and see that all ranks meet."""
+        slots = torch.full((1,), -1, dtype=torch.int64, device=self._device)
+        for cache in caches:
+            self.copy(cache, slots)
+        self.num_copied_bytes = 0
+        error = None
+        if self._device.type == "cuda":
+            done = torch.cuda.Event()
+            done.record()
+            deadline = time.monotonic() + MEETING_TIMEOUT_SECONDS
+            while error is None and not done.query():
+                if time.monotonic() > deadline:
+                    error = f"ranks have not met in {MEETING_TIMEOUT_SECONDS:.0f} s"
+                time.sleep(0.001)
+        agree(error, group)
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
@@ -130,6 +152,7 @@ class PeerCaches:
 
     def close(self) -> None:
         """Leave the memory of other ranks: it is not given back while it is open."""
+        self._layers.clear()
         self._storages.clear()
 
 
@@ -146,28 +169,30 @@ def open_storages(
     Raises:
         RuntimeError: They cannot be opened; on every rank alike.
 
-    Collectives: two of objects on the CPU group.
+    Collectives: five of objects on the CPU group.
     """
-    handles: list[Handle] = []
-    error = _missing_link(device, group)
-    if error is None:
-        try:
-            handles = [storage._share_cuda_() for storage in storages]
-            torch.cuda.synchronize(device)
-        except RuntimeError as raised:
-            error = str(raised)
-    of_ranks: list[Any] = [None] * group.world_size
-    dist.all_gather_object(of_ranks, (error, handles), group=group.cpu_group)
-    errors = [error for error, _ in of_ranks if error is not None]
-    if errors:
-        raise RuntimeError(errors[0])
-    opened, error = [], None
+    require_links(device, group)
+    # For each rank one of its own: who closes what was opened is counted.
+    handles: list[list[Handle]] = []
+    error = None
     try:
-        for rank, (_, theirs) in enumerate(of_ranks):
+        for rank in range(group.world_size):
             is_own = rank == group.rank_in_group
-            opened.append(storages if is_own else [_open(handle, device) for handle in theirs])
-    except RuntimeError as raised:
-        error = str(raised)
+            handles.append([] if is_own else [storage._share_cuda_() for storage in storages])
+        torch.cuda.synchronize(device)
+    except Exception as raised:  # noqa: BLE001  (the other ranks wait)
+        error = f"{type(raised).__name__}: {raised}"
+    agree(error, group)
+    of_ranks: list[Any] = [None] * group.world_size
+    dist.all_gather_object(of_ranks, handles, group=group.cpu_group)
+    opened = []
+    try:
+        for rank, theirs in enumerate(of_ranks):
+            is_own = rank == group.rank_in_group
+            for_us = theirs[group.rank_in_group] if not is_own else []
+            opened.append(storages if is_own else [_open(handle, device) for handle in for_us])
+    except Exception as raised:  # noqa: BLE001  (the other ranks wait)
+        error = f"{type(raised).__name__}: {raised}"
     agree(error, group)
     return opened
 
@@ -181,21 +206,31 @@ def _open(handle: Handle, device: torch.device) -> torch.UntypedStorage:
     return storage
 
 
-def _missing_link(device: torch.device, group: GroupCoordinator) -> str | None:
-    """Return why ranks should not write to each other's memory, if they should not.
+def require_links(device: torch.device, group: GroupCoordinator) -> None:
+    """Check that NVLink connects the GPUs of all ranks, unless they are one.
 
-    Collectives: one of objects on the CPU group.
+    Raises:
+        RuntimeError: It does not; on every rank alike.
+
+    Collectives: two of objects on the CPU group.
     """
-    devices: list[Any] = [None] * group.world_size
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
-    physical = current_platform.visible_device_id_to_physical_device_id(device.index)
-    dist.all_gather_object(devices, (uuid, physical), group=group.cpu_group)
-    physical_ids = sorted({physical for _, physical in devices})
-    if len({uuid for uuid, _ in devices}) == 1:
-        return None
-    if not current_platform.is_fully_connected(physical_ids):
-        return f"GPUs {physical_ids} are not all connected by NVLink"
-    return None
+    uuids: list[Any] = [None] * group.world_size
+    physical: int | str = "unknown"
+    try:
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        physical = current_platform.visible_device_id_to_physical_device_id(device.index)
+    except Exception as raised:  # noqa: BLE001  (the other ranks wait)
+        uuid = f"{type(raised).__name__}: {raised}"
+    dist.all_gather_object(uuids, (uuid, physical), group=group.cpu_group)
+    error = None
+    if len({uuid for uuid, _ in uuids}) > 1:
+        ids = sorted({physical for _, physical in uuids}, key=str)
+        try:
+            if not current_platform.is_fully_connected(ids):
+                error = f"GPUs {ids} are not all connected by NVLink"
+        except Exception as raised:  # noqa: BLE001  (the other ranks wait)
+            error = f"GPUs {ids}: {type(raised).__name__}: {raised}"
+    agree(error, group)
 
 
 def agree(error: str | None, group: GroupCoordinator) -> None:
@@ -227,6 +262,14 @@ def init_peer_caches(caches: Iterable[torch.Tensor], device: torch.device) -> Pe
     global _peer_caches
     _peer_caches = PeerCaches(caches, device, get_pcp_group())
     return _peer_caches
+
+
+def close_peer_caches() -> None:
+    """Leave the caches of the others, if they were opened."""
+    global _peer_caches
+    if _peer_caches is not None:
+        _peer_caches.close()
+        _peer_caches = None
 
 
 def get_peer_caches() -> PeerCaches | None:

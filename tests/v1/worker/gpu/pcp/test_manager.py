@@ -261,3 +261,24 @@ def test_the_manager_refuses_what_admission_refuses(monkeypatch: pytest.MonkeyPa
     config: Any = object()
     PCPManager.validate_config(config)
     assert seen == [config]
+
+
+@pytest.mark.parametrize(("max_local_tokens", "num_rows"), [(4096, 6), (5, 5)])
+def test_where_ranks_copy_to_each_other_their_rows_are_even(
+    ranks: Callable[..., list[PCPManager]], max_local_tokens: int, num_rows: int
+) -> None:
+    """A rank's slots then begin where its first one's do, as kernels are compiled for; but no
+    buffer is exceeded for it."""
+    managers = ranks(2)
+    for manager in managers:
+        manager.graphs.num_rows = np.array((), dtype=np.int64)
+        manager.max_local_tokens = max_local_tokens
+    batch = make_batch([(9, 0, True)])
+    assert [step.local_batch.num_tokens_after_padding for step in partition(managers, batch)] == [
+        5,
+        5,
+    ]
+    for manager in managers:
+        manager.peer_caches = object.__new__(manager_module.PeerCaches)
+    steps = partition(managers, batch)
+    assert [step.local_batch.num_tokens_after_padding for step in steps] == [num_rows] * 2

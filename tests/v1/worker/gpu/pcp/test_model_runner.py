@@ -70,6 +70,7 @@ class Runner(PCPRunnerMixin, Stock):  # type: ignore[misc]  # over a stand-in fo
 def runner() -> Any:
     kind: Any = Runner
     runner = kind()
+    runner.device = torch.device("cpu")
     runner.pcp = SimpleNamespace(
         pcp_world_size=P,
         max_local_tokens=MAX_LOCAL_TOKENS,
@@ -106,6 +107,39 @@ def test_a_partitioned_step_gets_no_cuda_graph_and_any_other_its_own(
     """A graph picked by the number of scheduled tokens would replay another step's shapes."""
     runner.execute_model(step(scheduled, computed))
     assert runner.eager == [is_partitioned]
+
+
+def test_the_host_is_at_most_one_step_ahead_of_its_gpu(
+    runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a step reads is overwritten two steps later, and rank 0 alone is waited for."""
+    happened: list[str] = []
+
+    class Event:
+        number = 0
+
+        def __init__(self) -> None:
+            Event.number += 1
+            self.name = str(Event.number)
+
+        def record(self) -> None:
+            happened.append(f"record {self.name}")
+
+        def synchronize(self) -> None:
+            happened.append(f"wait for {self.name}")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    runner.execute_model(step({"a": 1}, {"a": 70}))
+    assert not happened
+    runner.device = torch.device("cuda")
+    for _ in range(3):
+        runner.execute_model(step({"a": 1}, {"a": 70}))
+        happened.append("step")
+    assert happened == [
+        *("record 1", "step"),
+        *("wait for 1", "record 2", "step"),
+        *("wait for 2", "record 3", "step"),
+    ]
 
 
 def test_dummy_runs_are_of_one_ranks_share(runner: Any) -> None:
@@ -244,7 +278,7 @@ def test_no_graph_outlives_the_runner(runner: Any, has_manager: bool) -> None:
         kind._all_instances.add(wrapper)
     graphs = {"decode": object()}
     runner.cudagraph_manager = SimpleNamespace(graphs=graphs) if has_manager else None
-    runner.pcp.shutdown = lambda: None
+    runner.pcp.log_stats = lambda: None
     runner.shutdown()
     assert runner.is_shut_down
     assert not any(entries)

@@ -139,12 +139,6 @@ class PCPManager:
         """
         self.peer_caches = init_peer_caches(caches, self.device)
 
-    def shutdown(self) -> None:
-        """Log the counters, and leave the caches of other ranks."""
-        self.log_stats()
-        if self.peer_caches is not None:
-            self.peer_caches.close()
-
     def begin_exchange(self) -> None:
         """Wait, on the device, until all ranks may write to each other's cache.
 
@@ -164,7 +158,7 @@ class PCPManager:
             batch.num_computed_tokens_np,
             batch.is_prefilling_np,
             pcp_world_size=self.pcp_world_size,
-            pad=self.graphs.pad,
+            pad=self._pad,
         )
         self.stats.num_steps += 1
         if plan is None:
@@ -222,6 +216,15 @@ class PCPManager:
         )
         self._count(plan)
         return PCPStep(plan, batch, local_batch, slot_idx, row_req_device)
+
+    def _pad(self, num_tokens: int) -> int:
+        """Return the rows to run, for as many tokens of the fullest rank."""
+        num_rows = self.graphs.pad(num_tokens)
+        if self.peer_caches is not None:
+            # Even, so that each rank's slots begin at a multiple of 16 bytes: the cache writers of
+            # some backends are compiled anew for those that do not.
+            num_rows = min(num_rows + num_rows % 2, self.max_local_tokens)
+        return num_rows
 
     def prepare_attn(
         self, step: PCPStep, block_tables: tuple[torch.Tensor, ...], slot_mappings: torch.Tensor

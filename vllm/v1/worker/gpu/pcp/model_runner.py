@@ -17,6 +17,7 @@ from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import get_layers_from_vllm_config
 from vllm.distributed.parallel_state import get_dcp_group, graph_capture
 from vllm.distributed.pcp.collectives import broadcast_from_first_rank, gather_rows
+from vllm.distributed.pcp.peer_caches import close_peer_caches
 from vllm.distributed.pcp.shard_collectives import exchange_blocks, gather_shards
 from vllm.distributed.pcp.step import REPLICATED, StepState, set_step_state
 from vllm.forward_context import set_forward_context
@@ -61,6 +62,7 @@ class PCPRunnerMixin(_RunnerBase):
     _pcp_step: PCPStep | None = None
     _partitions_step: bool = False
     _is_gather_warm_up: bool = False
+    _last_start: torch.cuda.Event | None = None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, then size the KV gather by its layers; take over what is built here."""
@@ -299,6 +301,7 @@ class PCPRunnerMixin(_RunnerBase):
         Collectives: in a partitioned step one gather a layer, and one all_gather of hidden rows; in
         every step those of the layers of experts.
         """
+        self._stay_in_reach()
         self._partitions_step = not dummy_run and self._has_partitioned_prefill(scheduler_output)
         output = super().execute_model(
             scheduler_output,
@@ -314,6 +317,19 @@ class PCPRunnerMixin(_RunnerBase):
             self.pcp.graphs.replayed_rows = None
             self._restore(step)
         return output
+
+    def _stay_in_reach(self) -> None:
+        """Wait until this rank's GPU has come to the step before this one.
+
+        vLLM writes what a step is to read to one of two host buffers in turn, and goes on when rank
+        0 has answered. The others could fall behind by more, where steps have a broadcast alone.
+        """
+        if self.device.type != "cuda":
+            return
+        if self._last_start is not None:
+            self._last_start.synchronize()
+        self._last_start = torch.cuda.Event()
+        self._last_start.record()
 
     def _has_partitioned_prefill(self, scheduler_output: SchedulerOutput) -> bool:
         """Say ahead of the batch whether ``partition_batch`` will partition it."""
@@ -404,12 +420,15 @@ class PCPRunnerMixin(_RunnerBase):
 
         The groups are destroyed next, and NCCL waits there for all graphs that send something.
         """
-        self.pcp.shutdown()
-        super().shutdown()
-        if self.cudagraph_manager is not None:
-            self.cudagraph_manager.graphs.clear()
-        for wrapper in (CUDAGraphWrapper, BreakableCUDAGraphWrapper):
-            wrapper.clear_all_graphs()
+        self.pcp.log_stats()
+        try:
+            super().shutdown()
+        finally:
+            close_peer_caches()
+            if self.cudagraph_manager is not None:
+                self.cudagraph_manager.graphs.clear()
+            for wrapper in (CUDAGraphWrapper, BreakableCUDAGraphWrapper):
+                wrapper.clear_all_graphs()
 
 
 def check_interleave(interleave: int, kernel_block_sizes: list[int]) -> None:
@@ -445,9 +464,10 @@ def with_quant_mode(spec: KVCacheSpec) -> KVCacheSpec:
 def make_pcp_runner(runner: Any) -> PCPRunnerMixin:
     """Turn a V2 runner that has just been built into a PCP runner, whatever its class."""
     stock = type(runner)
+    manager = PCPManager(runner.vllm_config, runner.device)
     runner.__class__ = type(f"PCP{stock.__name__}", (PCPRunnerMixin, stock), {})
     assert isinstance(runner, PCPRunnerMixin)
-    runner.pcp = PCPManager(runner.vllm_config, runner.device)
+    runner.pcp = manager
     PackedTokenIds.take_over(runner.req_states.all_token_ids)
     # The stock runner has asked the group that vLLM had cut out of TP.
     runner.dcp_rank = get_dcp_group().rank_in_group
