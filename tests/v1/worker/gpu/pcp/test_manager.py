@@ -269,6 +269,7 @@ def test_where_ranks_copy_to_each_other_their_rows_are_even(
 ) -> None:
     """A rank's slots then begin where its first one's do, as kernels are compiled for; but no
     buffer is exceeded for it."""
+    peers: Any = object()
     managers = ranks(2)
     for manager in managers:
         manager.graphs.num_rows = np.array((), dtype=np.int64)
@@ -279,6 +280,6 @@ def test_where_ranks_copy_to_each_other_their_rows_are_even(
         5,
     ]
     for manager in managers:
-        manager.peer_caches = object.__new__(manager_module.PeerCaches)
+        manager.peer_caches = peers
     steps = partition(managers, batch)
     assert [step.local_batch.num_tokens_after_padding for step in steps] == [num_rows] * 2
