@@ -71,6 +71,7 @@ def runner() -> Any:
     kind: Any = Runner
     runner = kind()
     runner.device = torch.device("cpu")
+    runner.vllm_config = SimpleNamespace(additional_config={})
     runner.pcp = SimpleNamespace(
         pcp_world_size=P,
         max_local_tokens=MAX_LOCAL_TOKENS,
@@ -151,11 +152,14 @@ def test_dummy_runs_are_of_one_ranks_share(runner: Any) -> None:
 def test_the_gather_buffer_is_counted_before_the_kv_cache_is_sized(runner: Any) -> None:
     runner.load_model()
     assert runner.model_memory_usage == 100 + 7 * 16
+    # Where ranks copy to each other, nothing is gathered.
+    runner.vllm_config.additional_config = {"pcp_kv_exchange": "peer"}
+    runner.load_model()
+    assert runner.model_memory_usage == 100
 
 
 def test_runs_of_tokens_lie_in_a_kernels_block(runner: Any) -> None:
     """Slots are counted in these, whatever the scheduler's are: 128 with FLASHMLA's 64, say."""
-    runner.vllm_config = SimpleNamespace(additional_config={})
     runner.use_dcp, runner.cp_interleave = True, 64
     runner.initialize_kv_cache([64, 128])
     for runner.cp_interleave in (48, 128):
@@ -170,19 +174,25 @@ def test_ranks_that_cannot_write_to_each_other_say_so_at_the_start(
     runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def layers_of_kind(_: Any, kind: type) -> dict[str, Any]:
-        return {"layer": SimpleNamespace(kv_cache=f"cache of {kind.__name__}")}
+        cache = torch.full((2,), len(kind.__name__))
+        return {"layer": SimpleNamespace(kv_cache=cache), "none": SimpleNamespace(kv_cache=empty)}
 
     monkeypatch.setattr(model_runner, "get_layers_from_vllm_config", layers_of_kind)
-    opened: list[list[str]] = []
-    runner.use_dcp, runner.pcp.init_peer_caches = False, opened.append
+    empty = torch.tensor([])
+    opened: list[int] = []
+
+    def open_caches(caches: list[torch.Tensor]) -> None:
+        opened.extend(int(cache[0]) for cache in caches)
+
+    runner.use_dcp, runner.pcp.init_peer_caches = False, open_caches
     runner.vllm_config = SimpleNamespace(additional_config={})
     runner.initialize_kv_cache([64])
     assert not opened
     runner.vllm_config.additional_config = {"pcp_kv_exchange": "peer"}
     runner.initialize_kv_cache([64])
-    assert opened == [["cache of Attention", "cache of MLAAttention"]]
+    assert opened == [len("Attention"), len("MLAAttention")]
 
-    def fail(caches: list[str]) -> None:
+    def fail(caches: list[torch.Tensor]) -> None:
         raise RuntimeError("GPUs [0, 3] are not all connected by NVLink")
 
     runner.pcp.init_peer_caches = fail

@@ -67,9 +67,11 @@ class PCPRunnerMixin(_RunnerBase):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, then size the KV gather by its layers; take over what is built here."""
         super().load_model(*args, **kwargs)
-        gather = self.pcp.init_kv_gather(self._max_kv_row_bytes())
-        # Profiling starts after this and counts what the model is said to take.
-        self.model_memory_usage += gather.num_buffer_bytes
+        max_row_bytes = self._max_kv_row_bytes()
+        if kv_exchange(self.vllm_config) == "gather":
+            gather = self.pcp.init_kv_gather(max_row_bytes)
+            # Profiling starts after this and counts what the model is said to take.
+            self.model_memory_usage += gather.num_buffer_bytes
         if self.pooling_runner is not None:
             self.pooling_runner = EmbeddingRunner(self.model)
         if self.sampler is not None:
@@ -127,13 +129,14 @@ class PCPRunnerMixin(_RunnerBase):
             check_interleave(self.cp_interleave, self.kernel_block_sizes)
         if kv_exchange(self.vllm_config) == "peer":
             kinds: tuple[Any, ...] = (Attention, MLAAttention)
-            layers = [
-                layer
+            caches = [
+                layer.kv_cache
                 for kind in kinds
                 for layer in get_layers_from_vllm_config(self.vllm_config, kind).values()
             ]
             try:
-                self.pcp.init_peer_caches([layer.kv_cache for layer in layers])
+                # Layers without a cache have an empty one.
+                self.pcp.init_peer_caches([cache for cache in caches if cache.numel() > 0])
             except RuntimeError as error:
                 raise ValueError(
                     "Prefill context parallelism cannot write to the KV caches of other ranks (got "
