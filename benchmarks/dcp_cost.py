@@ -9,8 +9,8 @@ it. Beside it stand the kernels that do not communicate, of all ranks together, 
 a run of its own, and the bytes that a rank receives: counted at the collectives
 (``traffic_probe.py``) and, for new KV and what goes over DCP, by the formula of
 docs/design/collectives.md (``traffic_formula.py``). The rest is hidden rows for experts and logits,
-and sampled tokens. Bytes are of eager engines: replayed graphs are not counted. On GPUs models with
-MLA run with D > 1 in eager engines alone so far (``--modes eager``).
+and sampled tokens. Bytes are of eager engines: replayed graphs are not counted. Sparse MLA is
+refused with D > 1 on GPUs.
 
 prefill: time to first token, in steps of ``--batched-tokens``; longer prompts attend to what they
 have in the cache. chunk: the same for one such step behind a cached prefix. decode: time of a step

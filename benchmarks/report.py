@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the page of results from the JSON files beside it: no figure on it is typed by hand.
+"""Write the page of results from the JSON files beside it; no figure in its tables is typed.
 
 python benchmarks/report.py
 """
@@ -7,7 +7,7 @@ python benchmarks/report.py
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
@@ -37,8 +37,11 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]
 def source(result: dict[str, Any]) -> str:
     """Say where a result was measured, and by which command."""
     at = result["environment"]
-    hardware = ", ".join(at["gpus"] or [f"{at['cpu']}, {at['cores']} cores"])
-    versions = f"commit {at['commit']}, vLLM {at['vllm']}, torch {at['torch']}"
+    gpus = Counter(at["gpus"] or [f"{at['cpu']}, {at['cores']} cores"])
+    hardware = ", ".join(f"{n} x {name}" if n > 1 else name for name, n in gpus.items())
+    measured = (row.get("commit") for row in (*result["rows"], *result.get("cases", ())))
+    commits = ", ".join(sorted({at["commit"], *filter(None, measured)}))
+    versions = f"commit {commits}, vLLM {at['vllm']}, torch {at['torch']}"
     return f"`{at['command']}`, {at['date'][:10]}, {versions}, {hardware}."
 
 
@@ -118,17 +121,20 @@ def equality(result: dict[str, Any]) -> list[str]:
             )
         )
     heads = ("model", "backend", "KV", "graphs", "ok", "largest error", "with P = 1", "other token")
-    commits = sorted({case["commit"] for case in result["cases"] if "commit" in case})
-    return table(heads, rows) + [f"Engines ran at commit {', '.join(commits)}."] * bool(commits)
+    return table(heads, rows)
 
 
 def by_layout(result: dict[str, Any], kind: str, x: str, digits: int) -> list[str]:
     """A line for each shape, mode and x: one layout beside the other."""
     lines: dict[tuple[Any, ...], dict[str, str]] = defaultdict(dict)
+    medians = {
+        (row["shape"], row["mode"], row[x], row["layout"]): row["median"] for row in result[kind]
+    }
     for row in result[kind]:
         text = milliseconds(row, digits)
-        if row["layout"] != ONE and row["speed_up"] is not None:
-            text += f", {row['speed_up']:.2f}x"
+        one_gpu = medians.get((row["shape"], row["mode"], row[x], ONE))
+        if row["layout"] != ONE and one_gpu is not None:
+            text += f", {one_gpu / row['median']:.2f}x"
         lines[row["shape"], row["mode"], row[x]][row["layout"]] = text
     layouts = list(dict.fromkeys(row["layout"] for row in result[kind]))
     rows = [
@@ -269,10 +275,9 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], list[str]]], ...
         "kv_capacity_h200",
         "One H200: KV capacity",
         """
-        Tokens that the engine reports room for, by P and D. The bar is 0.99 for P alone, and 0.99 D
-        beside the same P with D = 1. Where there are experts, P ranks have a slice of each. The
-        figures of commit a1ffff5 are from an earlier form of the script (`--sizes 1 2 8`; today
-        `--layouts 1x1 2x1 8x1`): of rank 0 alone, NCCL's own buffers not counted.
+        Tokens that the engine reports room for, by P. The bar is 0.99. Other shapes and D > 1 were
+        not measured. The figures of commit a1ffff5 are from an earlier form of the script (`--sizes
+        1 2 8`; today `--layouts 1x1 2x1 8x1`): of rank 0 alone, NCCL's own buffers not counted.
         """,
         capacity,
     ),
@@ -317,12 +322,13 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], list[str]]], ...
     ),
     (
         "equality_eager_h200",
-        "H200: the same answers, all kinds of MLA and experts, eager",
+        "H200: the same answers, all kinds of MLA and experts, mostly eager",
         """
-        As above; P = 2, of MLA also 4. sparse: in the style of DeepSeek-V3.2, of 8 layers; mqa: one
-        KV head. Two calls: the command below, and `--models mla mqa moe glm4_moe gpt_oss`, which
-        was cut off; of it the engines that had ended were judged, later and on a CPU. Commit
-        84c3b60 is 59b54a8 and an estimate of memory, since taken back.
+        As above, all but one eager; P = 2, of dense MLA also 4, but for FLASH_ATTN_MLA and
+        TRITON_MLA where ranks share the cache. sparse: in the style of DeepSeek-V3.2, of 8 layers;
+        mqa: one KV head. Two calls: the command below, and `--models mla mqa moe glm4_moe gpt_oss`,
+        of which not all engines had time to run; judged on a CPU. Commit
+        84c3b60, which is not kept, is 59b54a8 with another estimate of memory.
         """,
         equality,
     ),
@@ -332,9 +338,9 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], list[str]]], ...
         """
         As above, P = 2 and 4, with 4 tokens for each prompt that runs alone; sparse_few_heads: 16
         heads, which FLASHMLA_SPARSE pads. Two calls: the command below, and `--jobs 9 --models mla
-        --caches shared --graphs FULL_AND_PIECEWISE`, whose engines with P > 1 answered and hung as
-        they ended (repaired since: CUDA graphs outlived what they communicate with); these were
-        judged later, on a CPU.
+        --caches shared --graphs FULL_AND_PIECEWISE`, judged on a CPU; its engines with P > 1
+        answered and then hung as they ended, as CUDA graphs outlived what they communicate with
+        (7d3368a is to repair it and has not run on a GPU).
         """,
         equality,
     ),
@@ -343,12 +349,16 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], list[str]]], ...
         "Two H200s: time to first token",
         """
         Dummy weights, routers that route tokens to all experts, bf16, 32768 tokens a step, one
-        request at a time, one output token; then time per output token. Factors are to one GPU, of
-        means (README.md: of medians). The bars with P = 2 are, for Qwen3-8B's shape, 1.8x at 4k,
-        1.9x at 8k, 1.95x at 32k and 100k: missed, each by 2 to 4 %; for DeepSeek-V2-Lite's not to
-        be slower at 4k, met, and 1.8x at 32k, missed: 1.75x. The last table has medians as rank 0
-        sees them; on the GPU that is 1.91x and 1.79x at 32k. One GPU is the first of the two; the
-        other one was not timed alone. Two calls; TP = 2 of stock vLLM was cut off.
+        request at a time, one output token; then time per output token. Medians, also of the
+        factors to one GPU. The bars with P = 2 are, for Qwen3-8B's shape, 1.8x at 4k, 1.9x at 8k,
+        1.95x at 32k and 100k: missed, each by 2 to 4 %; for DeepSeek-V2-Lite's not to be slower at
+        4k, met, and 1.8x at 32k, missed: 1.76x. The last table has times as rank 0 sees them; on
+        the GPU that is 1.91x and 1.79x at 32k. DeepSeek-V2-Lite on one GPU took 89 ms at 4k when
+        time to first token was measured, and 59 ms when its parts were, in the same engine, for a
+        reason that is not known: beside the second, P = 2 is 1.43x. One GPU is the first of the
+        two; the other one was not timed alone. Two calls: the command below, and the same with
+        `--shapes qwen3-8b --measures ttft parts decode --kv-gib 16` and all layouts, of which TP2
+        had no time left.
         """,
         ttft_gpus,
     ),
@@ -357,7 +367,7 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], list[str]]], ...
         "What a layer costs in a partitioned prefill",
         """
         Eager; a layer of experts, as the difference of two depths. Host: time to enqueue it. Rank
-        0.
+        0. Since then steps of up to 4608 tokens a rank replay graphs by default.
         """,
         layer_profile,
     ),
@@ -391,11 +401,18 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], list[str]]], ...
 )
 
 NOT_MEASURED = """
-Over a link between GPUs: stock tensor parallelism beside PCP, models with experts and GQA, sparse
-MLA (`benchmarks/ttft_gpus.py`). What sharing the KV cache costs (`benchmarks/dcp_cost.py`). On
-GPUs: CUDA graphs with FLASHMLA, TRITON_MLA or an FP8 cache of dense MLA and D = 1; sparse MLA with
-D > 1; offloading (`tests/gpu/offload.py`). More than one host, AMX and NEON, FlashAttention 2 and
-4.
+Code later than the commits named above: on GPUs it has not run. Copies between KV caches
+(`pcp_kv_exchange`), which no GPU has run. Over a link between GPUs: P above 2, TP x P, stock tensor
+parallelism, models with experts and GQA, sparse MLA, decode steps of MLA and with experts, several
+prompts at once (`benchmarks/ttft_gpus.py`). KV capacity with D > 1 and of other shapes
+(`kv_capacity.py`). What sharing the KV cache costs (`dcp_cost.py`), prefills of MLA by plan
+(`mla_prefill.py`), kernels that do not shrink with P (`rank_kernels.py`), the PCP of vLLM 0.26.0
+(`rival.py`). Answers on GPUs: CUDA graphs with FLASHMLA, TRITON_MLA or an FP8 cache of dense MLA
+and D = 1, with gpt-oss's style, with GLM-4-MoE's and whole experts, and with D = TP x P; experts of
+GQA models with P = 4; with D > 1 other graph modes than FULL_AND_PIECEWISE; sparse MLA with D > 1;
+offloading (`tests/gpu/offload.py`); accuracies of real models (`tests/evals/gsm8k`). Blackwell
+(CUTLASS_MLA, FLASHINFER_MLA, FLASHINFER_MLA_SPARSE), FLASH_ATTN_DIFFKV, more than one host, AMX and
+NEON, FlashAttention 2 and 4.
 """
 
 

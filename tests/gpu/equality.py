@@ -12,7 +12,7 @@ prefix-cache hits. Ranks sum in another order than one rank does, so that bf16 n
 Each run is therefore judged against the same model in fp32 (transformers): the error of its
 log-probabilities may be at most twice that of vLLM with P = 1 in the same configuration, at worst
 and on average. A wrong row, slot or graph is off by far more. No line of this package may make the
-host wait for the GPU in a step.
+host wait for the GPU in a step (other than for an event of the step before, which does not show).
 
 With dense MLA what P = 1 makes of the prompts that ran together is no yardstick: vLLM 0.25.1 is
 wrong there, where a short first chunk stands ahead of a long continuation. Only its prompts that

@@ -39,13 +39,13 @@ class PeerCaches:
         group: The ranks.
 
     Attributes:
-        num_copied_bytes: Bytes copied to other ranks since start, padding included, by all ranks.
+        num_copied_bytes: Bytes of the rows that all ranks copied, each row once, padding included.
 
     Raises:
         RuntimeError: A rank cannot open the memory of another one, or what it writes there does not
             arrive; on every rank alike.
 
-    Collectives: seven of objects on the CPU group, and a meeting for each of the caches.
+    Collectives: nine of objects on the CPU group, and a meeting for each of the caches.
     """
 
     def __init__(

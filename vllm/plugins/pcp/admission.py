@@ -715,7 +715,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "copies between KV caches with sparse MLA, shared or offloaded caches, or off CUDA",
         _peer_exchange,
-        "Every rank has to keep the same keys and values, in memory that others can open",
+        "Copied are keys and values, or dense latents, that every rank keeps whole on a GPU",
         "Drop pcp_kv_exchange from --additional-config",
     ),
     Rule(

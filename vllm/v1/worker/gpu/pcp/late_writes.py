@@ -2,8 +2,8 @@
 """What only sampling reads, written behind the forward pass instead of ahead of it.
 
 In every step the stock runner first hands the device what requests ask of the sampler, and how long
-new ones are: 0.3 ms of its host's time in which the device has nothing to do. Once it is busy with
-the forward pass they cost nothing.
+new ones are: some tenths of a millisecond of its host's time in which the device has nothing to do.
+Once it is busy with the forward pass they cost nothing.
 """
 
 from __future__ import annotations

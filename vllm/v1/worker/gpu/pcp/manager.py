@@ -49,8 +49,8 @@ class PCPStats:
         num_local_tokens: Tokens that this rank computed.
         num_padding_tokens: Rows that this rank ran only to be as long as the longest rank, or as a
             CUDA graph.
-        num_gathered_bytes: Bytes of KV gathered, or copied to other ranks, all layers, padding
-            included.
+        num_gathered_bytes: Bytes of KV rows gathered, or copied to other ranks, each row once, all
+            layers, padding included.
     """
 
     num_steps: int = 0

@@ -53,7 +53,8 @@ logger = init_logger(__name__)
 class PCPRunnerMixin(_RunnerBase):
     """Over a V2 model runner that has been built: see ``make_pcp_runner``.
 
-    A step without a partitioned prefill takes the stock path from end to end. A partitioned step
+    A step without a partitioned prefill runs the stock forward pass, graphs included; in every step
+    the host keeps near its GPU, and what only sampling reads is written late. A partitioned step
     replays graphs of its own (``graphs``), or none; between ``prepare_inputs`` and the restored
     hidden states the runner sees the local batch.
     """
@@ -301,8 +302,9 @@ class PCPRunnerMixin(_RunnerBase):
     ) -> ModelRunnerOutput | IntermediateTensors | None:
         """Run a step; leave the global batch and its hidden states for sampling.
 
-        Collectives: in a partitioned step one gather a layer, and one all_gather of hidden rows; in
-        every step those of the layers of experts.
+        Collectives: in a partitioned step one gather a layer, or one meeting and one ahead of the
+        first layer, and one all_gather of hidden rows; in every step those of the layers of
+        experts.
         """
         self._stay_in_reach()
         self._partitions_step = not dummy_run and self._has_partitioned_prefill(scheduler_output)
