@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -47,12 +48,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 def interpreting_process() -> Iterator[Interpreter]:
     """Call functions in a process that interprets Triton kernels: Triton decides it on import."""
     trial = pytest.importorskip("vllm_cpu_trial", reason="the CPU trial is not installed")
-    with pytest.MonkeyPatch.context() as environment:
-        for name, value in {**ENV, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
-            environment.setenv(name, value)
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(1, context, initializer=trial.register) as pool:
-            yield lambda function, *args, **kwargs: pool.submit(function, *args, **kwargs).result()
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, initializer=trial.register) as pool:
+        with pytest.MonkeyPatch.context() as environment:
+            for name, value in {**ENV, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
+                environment.setenv(name, value)
+            # It starts with the first task, and keeps its environment to itself.
+            pool.submit(os.getpid).result()
+        yield lambda function, *args, **kwargs: pool.submit(function, *args, **kwargs).result()
 
 
 @pytest.fixture(scope="session")

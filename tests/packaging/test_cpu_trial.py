@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -114,3 +115,12 @@ def test_the_backend_is_active_under_the_interpreter_alone(
 
     monkeypatch.setenv("TRITON_INTERPRET", value)
     assert backends["cpu"].driver.is_active() == (value == "1")
+
+
+def test_a_process_that_interprets_keeps_its_environment_to_itself(
+    interpreter: Interpreter,
+) -> None:
+    """Engines that later tests start would otherwise run in another way than users' do."""
+    name = "VLLM_ENABLE_V1_MULTIPROCESSING"
+    assert interpreter(os.getenv, name) == "0"
+    assert os.getenv(name) is None
