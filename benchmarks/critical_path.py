@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from engine import (
     random_prompts,
     require_partitioned_steps,
+    solo_rank_options,
     start_engine,
     time_per_output_token,
     time_to_first_token,
@@ -49,11 +50,10 @@ def measure(
     """Run the tasks of a step: prompt lengths, or batch sizes."""
     llm = start_engine(
         model_folder(args.shape),
-        worker_cls="solo_rank.SoloRankWorker",
-        additional_config={"pcp_world_size": min(args.sizes)},
         enforce_eager=step != "graphs",
         max_model_len=max(args.lengths) + args.decode_tokens,
         max_num_batched_tokens=args.batched_tokens,
+        **solo_rank_options(min(args.sizes)),
     )
     for task in tasks:
         if step == "prefill":

@@ -36,6 +36,13 @@ def one_gpu_options(
     }
 
 
+def solo_rank_options(
+    pcp_world_size: int, worker_cls: str = "solo_rank.SoloRankWorker"
+) -> dict[str, Any]:
+    """Return arguments of an engine that plays one rank of P at a time, see ``solo_rank.py``."""
+    return {"worker_cls": worker_cls, "additional_config": {"pcp_world_size": pcp_world_size}}
+
+
 def start_engine(model: str, *, kv_gib: float | None = None, **options: Any) -> LLM:
     """Start an engine with Model Runner V2, prefix caching off, and wait for its turn.
 

@@ -20,7 +20,13 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from engine import random_prompts, require_partitioned_steps, start_engine, time_to_first_token
+from engine import (
+    random_prompts,
+    require_partitioned_steps,
+    solo_rank_options,
+    start_engine,
+    time_to_first_token,
+)
 from harness import print_table, spread
 from shapes import SHAPES, model_folder
 from steps import Row, run_steps, step_parser
@@ -38,11 +44,10 @@ def measure(
     """Run every rank on prompts of the tasks' lengths."""
     llm = start_engine(
         model_folder(args.shape, num_hidden_layers=1, first_k_dense_replace=1),
-        worker_cls="mla_prefill_rank.MLAPrefillWorker",
-        additional_config={"pcp_world_size": min(args.sizes)},
         enforce_eager=True,
         max_model_len=max(args.lengths) + 1,
         max_num_batched_tokens=args.batched_tokens,
+        **solo_rank_options(min(args.sizes), "mla_prefill_rank.MLAPrefillWorker"),
     )
     for task in tasks:
         (prompt,) = random_prompts([int(task)], SHAPES[args.shape]["vocab_size"])

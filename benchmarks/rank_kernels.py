@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from engine import random_prompts, start_engine, time_to_first_token
+from engine import random_prompts, solo_rank_options, start_engine, time_to_first_token
 from harness import print_table
 from shapes import SHAPES, model_folder
 from steps import Row, run_steps, step_parser
@@ -36,12 +36,11 @@ def measure(
     """Run prompts of some lengths on one engine."""
     llm = start_engine(
         model_folder(args.shape),
-        worker_cls="solo_rank.SoloRankWorker",
         worker_extension_cls="layer_probe.LayerProbe",
-        additional_config={"pcp_world_size": args.size},
         enforce_eager=mode == "eager",
         max_model_len=max(args.lengths) + 16,
         max_num_batched_tokens=args.batched_tokens,
+        **solo_rank_options(args.size),
     )
     ranks = [(1, 0), *((args.size, rank) for rank in range(args.size))]
     for task in tasks:

@@ -127,14 +127,10 @@ def equality(result: dict[str, Any]) -> list[str]:
 def by_layout(result: dict[str, Any], kind: str, x: str, digits: int) -> list[str]:
     """A line for each shape, mode and x: one layout beside the other."""
     lines: dict[tuple[Any, ...], dict[str, str]] = defaultdict(dict)
-    medians = {
-        (row["shape"], row["mode"], row[x], row["layout"]): row["median"] for row in result[kind]
-    }
     for row in result[kind]:
         text = milliseconds(row, digits)
-        one_gpu = medians.get((row["shape"], row["mode"], row[x], ONE))
-        if row["layout"] != ONE and one_gpu is not None:
-            text += f", {one_gpu / row['median']:.2f}x"
+        if row["layout"] != ONE and row["speed_up"] is not None:
+            text += f", {row['speed_up']:.2f}x"
         lines[row["shape"], row["mode"], row[x]][row["layout"]] = text
     layouts = list(dict.fromkeys(row["layout"] for row in result[kind]))
     rows = [

@@ -45,21 +45,24 @@ def summarise(num_gpus: int, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def compared_with_one_gpu(rows: Sequence[Row], kind: str, x: str) -> list[Row]:
-    """Return mean, P99, spread and speed-up of one kind of rows, by shape, mode and ``x``."""
+    """Return mean, P99, spread and speed-up of one kind of rows, by shape, mode and ``x``.
+
+    Speed-ups are of medians.
+    """
     rows = [row for row in rows if row["kind"] == kind]
 
     def place(row: Row) -> tuple[Any, ...]:
         return row["shape"], MODES.index(row["mode"]), row[x]
 
-    one_gpu = {place(row): mean(row["seconds"]) for row in rows if row["layout"] == ONE}
+    one_gpu = {place(row): median(row["seconds"]) for row in rows if row["layout"] == ONE}
     summary = []
     for row in sorted(rows, key=place):
-        seconds = mean(row["seconds"])
+        seconds = median(row["seconds"])
         base = one_gpu.get(place(row))
         summary.append(
             {
                 **{key: row[key] for key in ("shape", "mode", x, "layout")},
-                "mean": seconds,
+                "mean": mean(row["seconds"]),
                 "p99": float(np.percentile(row["seconds"], 99)),
                 **spread(row["seconds"]),
                 "speed_up": None if base is None else base / seconds,

@@ -8,7 +8,6 @@ memory; on a GPU they are processes that open each other's memory.
 from __future__ import annotations
 
 import multiprocessing
-import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,7 +70,7 @@ def copied(layout: str, dtype: torch.dtype, device: str) -> None:
     slots = torch.randperm(NUM_SLOTS, device=device)[:71]
     slots[::4] = -1
     peers: Any = object.__new__(peer_caches.PeerCaches)
-    peers.pcp_world_size, peers.pcp_rank, peers.num_copied_bytes = P, 1, 0
+    peers.pcp_world_size, peers.pcp_rank, peers.num_gathered_bytes = P, 1, 0
     peers._device, peers._layers, peers._pads = torch.device(device), {}, None
     starts = [cache.untyped_storage().data_ptr() for cache in caches]
     peers._starts = {starts[1]: starts}
@@ -107,16 +106,15 @@ def peers_in_one_process(monkeypatch: pytest.MonkeyPatch, caches: list[list[torc
         assert [s.data_ptr() for s in own[1:]] == [s.data_ptr() for s in rest[0][1:]]
         return [own, *rest[1:]]
 
-    def agree(error: str | None, _: Any) -> None:
+    def gather_errors(errors: list[Any], error: str | None, group: Any) -> None:
+        errors[0] = error
         # The others write their words, too.
-        own = peers._pad if hasattr(peers, "_pad") else None
-        if own is not None and own[0] == peer_caches.TEST_WORD and error is None:
+        own = peers._pad
+        if own[0] == peer_caches.TEST_WORD:
             own[1:P] = peer_caches.TEST_WORD + torch.arange(1, P) + peers.deviation
-        if error is not None:
-            raise RuntimeError(error)
 
     monkeypatch.setattr(peer_caches, "open_storages", open_storages)
-    monkeypatch.setattr(peer_caches, "agree", agree)
+    monkeypatch.setattr(dist, "all_gather_object", gather_errors)
     peers: Any = object.__new__(peer_caches.PeerCaches)
     peers.deviation = 0
     return peers
@@ -131,7 +129,7 @@ def layers_of_one_memory() -> None:
     for rank in range(P):
         both = torch.full((2, *shape), float(rank))
         caches.append([both[0], both[1], torch.full(shape, float(rank))])
-    group: Any = SimpleNamespace(world_size=P, rank_in_group=0)
+    group: Any = SimpleNamespace(world_size=P, rank_in_group=0, cpu_group=None)
     with pytest.MonkeyPatch.context() as patch:
         peers = peers_in_one_process(patch, caches)
         met: list[torch.Tensor] = []
@@ -150,7 +148,7 @@ def layers_of_one_memory() -> None:
                 assert torch.equal(cache, expected), layer
         # Each layer once at the start, when nothing is copied.
         assert len(met) == 3 + 2
-        assert peers.num_copied_bytes == 2 * P * 3 * 2 * 2 * 32 * 4
+        assert peers.num_gathered_bytes == 2 * P * 3 * 2 * 2 * 32 * 4
         peers.begin_step()
         assert len(met) == 3 + 3
         # What another rank writes does not arrive.
@@ -161,6 +159,92 @@ def layers_of_one_memory() -> None:
 
 def test_a_layer_is_found_in_the_memory_of_each_rank(interpreter: Interpreter) -> None:
     interpreter(layers_of_one_memory)
+
+
+def answers_of_ranks(others: dict[type, Any]) -> Any:
+    """Return a gather of objects of two ranks; the other one answers by the type of an object."""
+
+    def gather(objects: list[Any], own: Any, group: Any) -> None:
+        objects[:] = [own, others.get(type(own))]
+
+    return gather
+
+
+TWO_RANKS: Any = SimpleNamespace(world_size=2, rank_in_group=0, cpu_group=None)
+
+
+@pytest.mark.parametrize("fails_here", [True, False])
+@pytest.mark.parametrize("fails_there", [True, False])
+def test_what_fails_on_one_rank_fails_on_all(
+    monkeypatch: pytest.MonkeyPatch, fails_here: bool, fails_there: bool
+) -> None:
+    """A rank that went on alone would wait for the other one for ever."""
+    from vllm.distributed.pcp.peer_caches import together
+
+    there = "ValueError: there" if fails_there else None
+    gather = answers_of_ranks({str: there, type(None): there})
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+
+    def run() -> None:
+        with together(TWO_RANKS):
+            if fails_here:
+                raise KeyError("here")
+
+    if fails_here or fails_there:
+        with pytest.raises(RuntimeError, match="KeyError: 'here'" if fails_here else there):
+            run()
+    else:
+        run()
+
+
+@pytest.mark.parametrize(
+    ("uuid", "is_connected", "is_refused"),
+    [("here", False, False), ("there", True, False), ("there", False, True)],
+)
+def test_ranks_copy_over_nvlink_or_on_one_gpu(
+    monkeypatch: pytest.MonkeyPatch, uuid: str, is_connected: bool, is_refused: bool
+) -> None:
+    from vllm.distributed.pcp import peer_caches
+
+    asked: list[list[int]] = []
+
+    def is_fully_connected(ids: list[int]) -> bool:
+        asked.append(ids)
+        return is_connected
+
+    platform = SimpleNamespace(
+        visible_device_id_to_physical_device_id=lambda index: index + 3,
+        is_fully_connected=is_fully_connected,
+    )
+    monkeypatch.setattr(peer_caches, "current_platform", platform)
+    here = SimpleNamespace(uuid="here")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: here)
+    monkeypatch.setattr(dist, "all_gather_object", answers_of_ranks({tuple: (uuid, 0)}))
+    device = torch.device("cuda", 1)
+    if is_refused:
+        with pytest.raises(RuntimeError, match=r"GPUs \[0, 4\] are not all connected by NVLink"):
+            peer_caches.require_links(device, TWO_RANKS)
+    else:
+        peer_caches.require_links(device, TWO_RANKS)
+    assert asked == ([] if uuid == "here" else [[0, 4]])
+
+
+@pytest.mark.parametrize("queries", [[True], [False, False, True], None])
+def test_a_meeting_at_the_start_is_not_waited_for_for_ever(
+    monkeypatch: pytest.MonkeyPatch, queries: list[bool] | None
+) -> None:
+    from vllm.distributed.pcp import peer_caches
+
+    answers = iter(queries or ())
+    done = SimpleNamespace(record=lambda: None, query=lambda: next(answers, False))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: done)
+    if queries is None:
+        monkeypatch.setattr(peer_caches, "MEETING_TIMEOUT_SECONDS", 0.01)
+        with pytest.raises(RuntimeError, match="ranks have not met"):
+            peer_caches.wait_for_meetings()
+    else:
+        peer_caches.wait_for_meetings()
+        assert next(answers, None) is None
 
 
 def exit_codes(ranks: list[Any]) -> list[int | None]:
@@ -214,7 +298,6 @@ def write_to_peers(rank: int, folder: Path) -> None:
     """Be one of the ranks on one GPU: copy a part of the slots to all, and see what comes."""
     from vllm.distributed.pcp.peer_caches import PeerCaches
 
-    os.environ["CUDA_MODULE_LOADING"] = "LAZY"
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=P)
@@ -228,10 +311,8 @@ def write_to_peers(rank: int, folder: Path) -> None:
         peers.begin_step()
         for layer, cache in enumerate(caches):
             value = 3.0 * (number % 50) + layer
-            view = cache.movedim(2, 1).flatten(0, 1)
             cache[slots // BLOCK_SIZE, :, slots % BLOCK_SIZE] = value + rank
             peers.copy(cache, slots)
-            assert view.shape[0] == NUM_SLOTS
             assert torch.equal(cache.float(), (value + owner).expand(shape).float()), number
     torch.cuda.synchronize()
     peers.close()

@@ -14,14 +14,15 @@ between the copies and attention.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from vllm.distributed.parallel_state import GroupCoordinator, get_pcp_group
-from vllm.distributed.pcp.peer_kernels import copy_slots, meet
+from vllm.distributed.pcp.peer_kernels import copy_slots, meet, slot_parts
 from vllm.platforms import current_platform
 
 Handle = tuple[Any, ...]
@@ -39,13 +40,14 @@ class PeerCaches:
         group: The ranks.
 
     Attributes:
-        num_copied_bytes: Bytes of the rows that all ranks copied, each row once, padding included.
+        num_gathered_bytes: As of ``KVGather``: bytes of the rows that all ranks copied, each row
+            once, padding included.
 
     Raises:
         RuntimeError: A rank cannot open the memory of another one, or what it writes there does not
             arrive; on every rank alike.
 
-    Collectives: nine of objects on the CPU group, and a meeting for each of the caches.
+    Collectives: ten of objects on the CPU group, and a meeting for each of the caches.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class PeerCaches:
     ) -> None:
         self.pcp_world_size = group.world_size
         self.pcp_rank = group.rank_in_group
-        self.num_copied_bytes = 0
+        self.num_gathered_bytes = 0
         self._device = device
         # A cache of a layer -> its bytes, and where each rank has it.
         self._layers: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -80,37 +82,29 @@ class PeerCaches:
 
     def _check_words(self, group: GroupCoordinator) -> None:
         """Write a word to each rank, and see that all of theirs have come."""
-        pad_of_rank = [
-            torch.empty(0, dtype=torch.int32, device=self._device).set_(of_rank[0])
-            for of_rank in self._storages
-        ]
-        for pad in pad_of_rank:
-            pad[self.pcp_rank] = TEST_WORD + self.pcp_rank
-        self._synchronize()
-        agree(None, group)
-        words = self._pad[: self.pcp_world_size].tolist()
-        expected = [TEST_WORD + rank for rank in range(self.pcp_world_size)]
-        agree(None if words == expected else f"{words} arrived instead of {expected}", group)
-        self._pad.zero_()
-        self._synchronize()
-        agree(None, group)
+        with together(group):
+            for of_rank in self._storages:
+                pad = torch.empty(0, dtype=torch.int32, device=self._device).set_(of_rank[0])
+                pad[self.pcp_rank] = TEST_WORD + self.pcp_rank
+            self._synchronize()
+        with together(group):
+            words = self._pad[: self.pcp_world_size].tolist()
+            expected = [TEST_WORD + rank for rank in range(self.pcp_world_size)]
+            if words != expected:
+                raise RuntimeError(f"{words} arrived instead of {expected}")
+        with together(group):
+            self._pad.zero_()
+            self._synchronize()
 
     def _check_copies(self, caches: list[torch.Tensor], group: GroupCoordinator) -> None:
         """Copy nothing once, which compiles kernels, and see that all ranks meet."""
-        slots = torch.full((1,), -1, dtype=torch.int64, device=self._device)
-        for cache in caches:
-            self.copy(cache, slots)
-        self.num_copied_bytes = 0
-        error = None
-        if self._device.type == "cuda":
-            done = torch.cuda.Event()
-            done.record()
-            deadline = time.monotonic() + MEETING_TIMEOUT_SECONDS
-            while error is None and not done.query():
-                if time.monotonic() > deadline:
-                    error = f"ranks have not met in {MEETING_TIMEOUT_SECONDS:.0f} s"
-                time.sleep(0.001)
-        agree(error, group)
+        with together(group):
+            slots = torch.full((1,), -1, dtype=torch.int64, device=self._device)
+            for cache in caches:
+                self.copy(cache, slots)
+            if self._device.type == "cuda":
+                wait_for_meetings()
+        self.num_gathered_bytes = 0
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
@@ -140,15 +134,12 @@ class PeerCaches:
         # Layers of different shapes may lie at one address.
         key = (cache.data_ptr(), cache.shape, cache.stride())
         if key not in self._layers:
-            view = cache.view(torch.uint8)
-            view = view.unsqueeze(2) if view.dim() == 3 else view
-            view = view.unsqueeze(1) if view.dim() == 4 else view
-            self._layers[key] = (view, self._addresses(cache))
-        view, bases = self._layers[key]
-        copy_slots(view, slots, bases, self.pcp_rank)
+            self._layers[key] = (slot_parts(cache), self._addresses(cache))
+        parts, bases = self._layers[key]
+        copy_slots(parts, slots, bases, self.pcp_rank)
         meet(self._pads, self.pcp_rank)
-        row_bytes = view.shape[1] * view.shape[3] * view.shape[4]
-        self.num_copied_bytes += self.pcp_world_size * slots.shape[0] * row_bytes
+        row_bytes = parts.shape[1] * parts.shape[3] * parts.shape[4]
+        self.num_gathered_bytes += self.pcp_world_size * slots.shape[0] * row_bytes
 
     def close(self) -> None:
         """Leave the memory of other ranks: it is not given back while it is open."""
@@ -169,31 +160,26 @@ def open_storages(
     Raises:
         RuntimeError: They cannot be opened; on every rank alike.
 
-    Collectives: five of objects on the CPU group.
+    Collectives: six of objects on the CPU group.
     """
     require_links(device, group)
+    own_rank = group.rank_in_group
+    of_ranks: list[Any] = [None] * group.world_size
     # For each rank one of its own: who closes what was opened is counted.
     handles: list[list[Handle]] = []
-    error = None
-    try:
+    with together(group):
         for rank in range(group.world_size):
-            is_own = rank == group.rank_in_group
-            handles.append([] if is_own else [storage._share_cuda_() for storage in storages])
+            shared = [] if rank == own_rank else [storage._share_cuda_() for storage in storages]
+            handles.append(shared)
         torch.cuda.synchronize(device)
-    except Exception as raised:  # noqa: BLE001  (the other ranks wait)
-        error = f"{type(raised).__name__}: {raised}"
-    agree(error, group)
-    of_ranks: list[Any] = [None] * group.world_size
     dist.all_gather_object(of_ranks, handles, group=group.cpu_group)
-    opened = []
-    try:
+    opened: list[list[torch.UntypedStorage]] = []
+    with together(group):
         for rank, theirs in enumerate(of_ranks):
-            is_own = rank == group.rank_in_group
-            for_us = theirs[group.rank_in_group] if not is_own else []
-            opened.append(storages if is_own else [_open(handle, device) for handle in for_us])
-    except Exception as raised:  # noqa: BLE001  (the other ranks wait)
-        error = f"{type(raised).__name__}: {raised}"
-    agree(error, group)
+            for_us: list[Handle] = theirs[own_rank]
+            opened.append(
+                storages if rank == own_rank else [_open(handle, device) for handle in for_us]
+            )
     return opened
 
 
@@ -212,39 +198,50 @@ def require_links(device: torch.device, group: GroupCoordinator) -> None:
     Raises:
         RuntimeError: It does not; on every rank alike.
 
-    Collectives: two of objects on the CPU group.
+    Collectives: three of objects on the CPU group.
     """
-    uuids: list[Any] = [None] * group.world_size
-    physical: int | str = "unknown"
-    try:
-        uuid = str(torch.cuda.get_device_properties(device).uuid)
-        physical = current_platform.visible_device_id_to_physical_device_id(device.index)
-    except Exception as raised:  # noqa: BLE001  (the other ranks wait)
-        uuid = f"{type(raised).__name__}: {raised}"
-    dist.all_gather_object(uuids, (uuid, physical), group=group.cpu_group)
-    error = None
-    if len({uuid for uuid, _ in uuids}) > 1:
-        ids = sorted({physical for _, physical in uuids}, key=str)
-        try:
-            if not current_platform.is_fully_connected(ids):
-                error = f"GPUs {ids} are not all connected by NVLink"
-        except Exception as raised:  # noqa: BLE001  (the other ranks wait)
-            error = f"GPUs {ids}: {type(raised).__name__}: {raised}"
-    agree(error, group)
+    gpus: list[Any] = [None] * group.world_size
+    gpu = ("", 0)
+    with together(group):
+        physical_id = current_platform.visible_device_id_to_physical_device_id(device.index)
+        gpu = (str(torch.cuda.get_device_properties(device).uuid), physical_id)
+    dist.all_gather_object(gpus, gpu, group=group.cpu_group)
+    with together(group):
+        physical_ids = sorted({physical_id for _, physical_id in gpus})
+        is_one = len({uuid for uuid, _ in gpus}) == 1
+        if not is_one and not current_platform.is_fully_connected(physical_ids):
+            raise RuntimeError(f"GPUs {physical_ids} are not all connected by NVLink")
 
 
-def agree(error: str | None, group: GroupCoordinator) -> None:
-    """Wait for all ranks.
+def wait_for_meetings() -> None:
+    """Wait for what the current stream has to do, but not for ever.
 
-    Args:
-        error: What went wrong on this rank, if something did.
-        group: The ranks.
+    Raises:
+        RuntimeError: It is not done in time.
+    """
+    done = torch.cuda.Event()
+    done.record()
+    deadline = time.monotonic() + MEETING_TIMEOUT_SECONDS
+    while not done.query():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"ranks have not met in {MEETING_TIMEOUT_SECONDS:.0f} s")
+        time.sleep(0.001)
+
+
+@contextmanager
+def together(group: GroupCoordinator) -> Iterator[None]:
+    """Run a part of what all ranks do, and wait for all of them; what fails on one, fails on all.
 
     Raises:
         RuntimeError: What went wrong on the first rank on which something did.
 
     Collectives: one of objects on the CPU group.
     """
+    error = None
+    try:
+        yield
+    except Exception as raised:  # noqa: BLE001  (the other ranks wait)
+        error = f"{type(raised).__name__}: {raised}"
     errors: list[Any] = [None] * group.world_size
     dist.all_gather_object(errors, error, group=group.cpu_group)
     for message in filter(None, errors):

@@ -56,20 +56,32 @@ def _copy_slots_kernel(
             tl.store(peer + offsets, rows, mask=mask)
 
 
-def copy_slots(cache: torch.Tensor, slots: torch.Tensor, bases: torch.Tensor, rank: int) -> None:
+def slot_parts(cache: torch.Tensor) -> torch.Tensor:
+    """Return ``[num_blocks, num_halves, block_size, num_heads, head_bytes]`` uint8, a view.
+
+    Heads that lie side by side are one.
+
+    Args:
+        cache: ``[num_blocks, 2, block_size, num_kv_heads, head_size]`` of any type; without the
+            second axis; or of latents, ``[num_blocks, block_size, row]``. The last axis is
+            contiguous, other strides are multiples of 4 bytes.
+    """
+    parts = cache.view(torch.uint8)
+    parts = parts.unsqueeze(2) if parts.dim() == 3 else parts
+    parts = parts.unsqueeze(1) if parts.dim() == 4 else parts
+    return parts.flatten(3).unsqueeze(3) if parts.stride(3) == parts.shape[4] else parts
+
+
+def copy_slots(parts: torch.Tensor, slots: torch.Tensor, bases: torch.Tensor, rank: int) -> None:
     """Copy what this rank's cache has at some slots to the same slots of the other ranks' caches.
 
     Args:
-        cache: ``[num_blocks, num_halves, block_size, num_heads, head_bytes]`` uint8, this rank's,
-            the last axis contiguous: keys and values, or both in one half. ``num_halves`` and the
-            axes behind it may have any strides that are multiples of 4.
+        parts: This rank's cache, from ``slot_parts``.
         slots: ``[n]`` int64, block times ``block_size`` and token; -1 is left alone.
         bases: ``[P]`` int64, the address of the first byte of each rank's cache, multiples of 16.
         rank: This rank, of P.
     """
-    if cache.stride(3) == cache.shape[4]:
-        cache = cache.flatten(3).unsqueeze(3)
-    num_halves, block_size, num_heads, head_bytes = cache.shape[1:]
+    num_halves, block_size, num_heads, head_bytes = parts.shape[1:]
     words = min(MAX_WORDS, triton.next_power_of_2(head_bytes // 4))
     tokens = WORDS_PER_PROGRAM // words
     grid = (triton.cdiv(slots.shape[0], tokens), num_halves * num_heads)
@@ -80,7 +92,7 @@ def copy_slots(cache: torch.Tensor, slots: torch.Tensor, bases: torch.Tensor, ra
         slots.shape[0],
         rank,
         num_heads,
-        *(stride // 4 for stride in cache.stride()[:4]),
+        *(stride // 4 for stride in parts.stride()[:4]),
         BLOCK_SIZE=block_size,
         NUM_WORDS=head_bytes // 4,
         NUM_RANKS=bases.shape[0],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention backends that gather the KV of all PCP ranks before they write it to the cache.
+"""Attention backends that bring the KV of all PCP ranks to each rank's cache before they attend.
 
 kv_gather  what they share: the mixins over a stock implementation and metadata builder
 flash_attn, flash_attn_diffkv, flashinfer, triton_attn, cpu_attn  one stock backend each

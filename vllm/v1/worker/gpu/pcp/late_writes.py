@@ -2,8 +2,7 @@
 """What only sampling reads, written behind the forward pass instead of ahead of it.
 
 In every step the stock runner first hands the device what requests ask of the sampler, and how long
-new ones are: some tenths of a millisecond of its host's time in which the device has nothing to do.
-Once it is busy with the forward pass they cost nothing.
+new ones are, while the device has nothing to do. Here it is busy with the forward pass by then.
 """
 
 from __future__ import annotations

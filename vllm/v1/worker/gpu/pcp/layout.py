@@ -210,7 +210,7 @@ def plan_partition(
     base, num_longer = np.divmod(query_len[num_repl:], 2 * size)
     # Chunks first_longer..first_longer+num_longer-1 have one token more.
     first_longer = np.minimum(size, 2 * size - num_longer)
-    # np.clip takes several times as long.
+    # Not np.clip, which checks types and bounds in Python first.
     num_longer_before = np.minimum(np.maximum(chunk - first_longer, 0), num_longer)
     start = chunk * base + num_longer_before
     chunk_len = base + ((chunk >= first_longer) & (num_longer_before < num_longer))

@@ -313,19 +313,15 @@ class PCPManager:
 
     def snapshot(self) -> dict[str, int]:
         """Return the counters so far."""
-        if self.peer_caches is not None:
-            self.stats.num_gathered_bytes = self.peer_caches.num_copied_bytes
-        elif self.kv_gather is not None:
-            self.stats.num_gathered_bytes = self.kv_gather.num_gathered_bytes
+        if (exchange := self.peer_caches or self.kv_gather) is not None:
+            self.stats.num_gathered_bytes = exchange.num_gathered_bytes
         return dataclasses.asdict(self.stats)
 
     def reset_stats(self) -> None:
         """Set the counters to zero, after warm-up."""
         self.stats = PCPStats()
-        if self.kv_gather is not None:
-            self.kv_gather.num_gathered_bytes = 0
-        if self.peer_caches is not None:
-            self.peer_caches.num_copied_bytes = 0
+        if (exchange := self.peer_caches or self.kv_gather) is not None:
+            exchange.num_gathered_bytes = 0
 
     def log_stats(self) -> None:
         """Log the counters of rank 0."""

@@ -331,9 +331,10 @@ class PCPRunnerMixin(_RunnerBase):
         """
         if self.device.type != "cuda":
             return
-        if self._last_start is not None:
+        if self._last_start is None:
+            self._last_start = torch.cuda.Event()
+        else:
             self._last_start.synchronize()
-        self._last_start = torch.cuda.Event()
         self._last_start.record()
 
     def _has_partitioned_prefill(self, scheduler_output: SchedulerOutput) -> bool:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the MLA backends share: latents of all ranks in the cache, prefills that read them there.
 
-``do_kv_cache_update`` gathers the step's new latents before it writes them, as the other backends
-do with K and V. In the gathered buffer a token is one row of bytes: its latent and behind it its
-rotary key, in the model's dtype, or quantised as the cache is.
+``do_kv_cache_update`` gathers the step's new latents before it writes them, or copies them from
+rank to rank, as the other backends do with K and V. In the gathered buffer a token is one row of
+bytes: its latent and behind it its rotary key, in the model's dtype, or quantised as the cache is.
 
 Rows that the stock builder counts as decodes take the stock path: queries are projected into the
 latent space and attend to the paged cache. For the other rows stock code attends to the new tokens
