@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import Interpreter
+from tests.conftest import Interpreter, interpreting_process
 
 vllm_cpu_trial = pytest.importorskip("vllm_cpu_trial", reason="the CPU trial is not installed")
 
@@ -65,6 +67,27 @@ def allowed_by_grammar(rows: list[list[bool]]) -> torch.Tensor:
     return logits.isfinite()
 
 
+def sums_of_two_engines_of_one_port(port: str, rank: int, store: Path) -> list[float]:
+    """Add in two groups of one name, the first left as a killed engine leaves it."""
+    import torch.distributed as dist
+
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("VLLM_DIST_IDENT", port)
+            group = dist.group.WORLD
+            assert group is not None
+            engines = [
+                CpuCommunicator(group, device_group=group, unique_name="tp:0") for _ in range(2)
+            ]
+        assert all(engine.supports_tensor_dict for engine in engines), "shared memory is off"
+        return [float(engine.all_reduce(torch.tensor([3.0 + rank]))) for engine in engines]
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("vocab_size", [100, 1024, 3000])
 def test_whole_rows_give_the_samples_of_narrow_blocks(
     vocab_size: int, interpreter: Interpreter
@@ -96,6 +119,25 @@ def test_grammar_bitmask_leaves_what_it_allows(interpreter: Interpreter) -> None
     everything = [True] * 96
     allowed = interpreter(allowed_by_grammar, rows)
     assert allowed.tolist() == [everything, rows[1], everything, rows[0]]
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory has no folder here")
+def test_shared_memory_outlives_no_engine(interpreter: Interpreter, tmp_path: Path) -> None:
+    port = f"test-{os.getpid()}"
+    older = Path("/dev/shm") / f"{port}-tp:0-[0-1]-cpushm_1"
+    older.write_bytes(b"of an engine without this package")
+    store = tmp_path / "store"
+    try:
+        with interpreting_process() as other, ThreadPoolExecutor() as threads:
+            ranks = [
+                threads.submit(run, sums_of_two_engines_of_one_port, port, rank, store)
+                for rank, run in enumerate((interpreter, other))
+            ]
+            assert [rank.result() for rank in ranks] == [[7.0, 7.0]] * 2
+        assert not list(Path("/dev/shm").glob(f"{port}-*"))
+    finally:
+        for segment in Path("/dev/shm").glob(f"{port}-*"):
+            segment.unlink()
 
 
 def test_nothing_is_replaced_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
