@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import Checkpoints
 from tests.e2e.compare import Pair
 from tests.e2e.processes import REPO_ROOT, Forks
-from tests.e2e.results import EngineResults, Spec
+from tests.e2e.results import EngineResults, Experts, Spec
 from tests.e2e.scenarios import OFFLOADED, Sizes
 
 RANDOM_SIZES = Sizes(block_size=32, num_blocks=64, max_num_batched_tokens=256, max_model_len=1024)
@@ -109,10 +109,10 @@ class Engines:
         self.folder = folder
         self._results: dict[Spec, EngineResults | Exception] = {}
 
-    def pair(self, name: str, pcp: int, tp: int = 1, *, ep: bool = False) -> Pair:
-        """Return what one rank gives, and what P and TP, with or without EP, give."""
-        sizes = self.spec(name, pcp, tp, ep).sizes
-        return Pair(self.results(name, 1, 1), self.results(name, pcp, tp, ep), pcp, sizes)
+    def pair(self, name: str, pcp: int, tp: int = 1, experts: Experts = "width") -> Pair:
+        """Return what one rank gives, and what P and TP give, with experts placed in some way."""
+        sizes = self.spec(name, pcp, tp).sizes
+        return Pair(self.results(name, 1, 1), self.results(name, pcp, tp, experts), pcp, sizes)
 
     def sharing_pair(self, name: str, pcp: int, tp: int, sharing: Sharing) -> Pair:
         """Return what one rank gives, and what ranks give that share the KV cache."""
@@ -137,11 +137,11 @@ class Engines:
             several = dataclasses.replace(several, flash_attn_version=3)
         return self.results_of(one), self.results_of(several)
 
-    def results(self, name: str, pcp: int, tp: int, ep: bool = False) -> EngineResults:
+    def results(self, name: str, pcp: int, tp: int, experts: Experts = "width") -> EngineResults:
         """Return what an engine gives."""
-        return self.results_of(self.spec(name, pcp, tp, ep))
+        return self.results_of(self.spec(name, pcp, tp, experts))
 
-    def spec(self, name: str, pcp: int, tp: int, ep: bool = False) -> Spec:
+    def spec(self, name: str, pcp: int, tp: int, experts: Experts = "width") -> Spec:
         """Return the engine of a checkpoint; "embedding" is the one of "qwen3"."""
         is_pooling = name == "embedding"
         return Spec(
@@ -153,7 +153,7 @@ class Engines:
             str(STORY) if name == "smollm2" else None,
             is_pooling,
             name in SPARSE,
-            ep,
+            experts,
             forks=name != "qwen3" or pcp > 4,
         )
 

@@ -8,9 +8,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from tests.e2e.scenarios import Sizes
+
+Experts: TypeAlias = Literal["width", "ep", "replicated"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,8 @@ class Spec:
         text: File that prompts are cut from; None for random tokens.
         is_pooling: Embeds prompts, instead of generating.
         is_sparse: Chooses the tokens to attend to, and has the choices written down.
-        shards_experts: Gives each rank whole experts, instead of a part of each.
+        experts: What a rank has of them: a part of the "width" of each, whole ones of its own
+            ("ep"), or those of a rank of P = 1 ("replicated").
         dcp: Ranks that share one copy of the KV cache.
         interleave: Tokens that such a rank keeps in a row.
         caches_prefixes: Whether prompts are looked up in the KV cache.
@@ -45,7 +48,7 @@ class Spec:
     text: str | None = None
     is_pooling: bool = False
     is_sparse: bool = False
-    shards_experts: bool = False
+    experts: Experts = "width"
     dcp: int = 1
     interleave: int = 1
     caches_prefixes: bool = True

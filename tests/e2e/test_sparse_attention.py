@@ -19,12 +19,12 @@ pytestmark = pytest.mark.slow
 # choices once which of two tokens is attended to, and so a bit of an answer's log-probabilities.
 TOLERANCE = 1e-2
 
-# Checkpoint, P, TP, whether ranks have whole experts.
+# Checkpoint, P, TP, what a rank has of the experts.
 CASES = (
-    ("deepseek_v32", 2, 1, True),
-    ("deepseek_v32", 4, 1, True),
-    ("deepseek_v32_2048", 3, 1, False),
-    ("glm_moe_dsa", 2, 1, False),
+    ("deepseek_v32", 2, 1, "ep"),
+    ("deepseek_v32", 4, 1, "ep"),
+    ("deepseek_v32_2048", 3, 1, "width"),
+    ("glm_moe_dsa", 2, 1, "width"),
 )
 # Checkpoint, P, TP, how ranks share both caches: D, tokens in a row.
 SHARED_CASES = (
@@ -36,8 +36,8 @@ SHARED_CASES = (
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "{}-pcp{}-tp{}".format(*case[:3]))
 def pair(request: pytest.FixtureRequest, engines: Engines) -> Pair:
     """Return what one rank and the case give."""
-    name, pcp, tp, ep = request.param
-    return engines.pair(name, pcp, tp, ep=ep)
+    name, pcp, tp, experts = request.param
+    return engines.pair(name, pcp, tp, experts)
 
 
 @pytest.fixture(

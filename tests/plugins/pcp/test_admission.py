@@ -77,7 +77,18 @@ GPT_OSS = {
     "model_type": "gpt_oss",
     "num_local_experts": 5,
 }
+DBRX = {
+    "architectures": ["DbrxForCausalLM"],
+    "model_type": "dbrx",
+    "d_model": 64,
+    "n_heads": 4,
+    "n_layers": 2,
+    "max_seq_len": 512,
+    "attn_config": {"kv_n_heads": 2},
+    "ffn_config": {"ffn_hidden_size": 128, "moe_num_experts": 4, "moe_top_k": 1},
+}
 EP = {"enable_expert_parallel": True}
+REPLICATED = {"additional_config": {"pcp_experts": "replicated"}}
 
 
 Change: TypeAlias = Callable[[VllmConfig, pytest.MonkeyPatch], None]
@@ -265,18 +276,17 @@ CASES = {
     "experts that the ranks cannot share evenly": Case(
         "moe_intermediate_size=129 on 2 ranks", model={**MOE, "moe_intermediate_size": 129}
     ),
+    "placements of experts of other names": Case(
+        "pcp_experts=mirrored", model=MOE, args={"additional_config": {"pcp_experts": "mirrored"}}
+    ),
+    "replicated experts with expert parallelism, or of GPT-OSS": Case(
+        "pcp_experts=replicated with enable_expert_parallel=True",
+        model=MOE,
+        args={**EP, **REPLICATED},
+    ),
     "experts that are loaded as if TP ranks alone shared them": Case(
         "architecture=DbrxForCausalLM",
-        model={
-            "architectures": ["DbrxForCausalLM"],
-            "model_type": "dbrx",
-            "d_model": 64,
-            "n_heads": 4,
-            "n_layers": 2,
-            "max_seq_len": 512,
-            "attn_config": {"kv_n_heads": 2},
-            "ffn_config": {"ffn_hidden_size": 128, "moe_num_experts": 4, "moe_top_k": 1},
-        },
+        model=DBRX,
     ),
     "mixture-of-experts models of the Transformers library": Case(
         "architecture=TransformersMoEForCausalLM", model=MOE, args={"model_impl": "transformers"}
@@ -441,6 +451,11 @@ EXPERTS = {
         {"tensor_parallel_size": 2},
     ),
     "width of a model without dense layers": Case("intermediate_size=127 on 2 ranks", MIXTRAL),
+    "parts of uneven width that TP ranks alone share": Case(
+        "moe_intermediate_size=129 on 2 ranks",
+        {**MOE, "moe_intermediate_size": 129},
+        {"tensor_parallel_size": 2, **REPLICATED},
+    ),
     "ranks without experts": Case("num_experts=1 on 2 ranks", {**MOE, "num_experts": 1}, EP),
     "experts that GPT-OSS cannot share": Case("num_experts=5 on 2 ranks", GPT_OSS, EP),
     "width that GPT-OSS could not have without": Case(
@@ -528,6 +543,11 @@ SUPPORTED = {
     "more experts on some ranks than on others": Case(
         model={**MOE, "num_experts": 5, "moe_intermediate_size": 129}, args=EP
     ),
+    "experts of uneven width that every rank has": Case(
+        model={**MOE, "moe_intermediate_size": 129}, args=REPLICATED
+    ),
+    "experts of TP ranks that every PCP rank has": Case(model=DBRX, args=REPLICATED),
+    "replicated experts of a model that has none": Case(args=REPLICATED),
     "hidden padding of a dense model": Case(
         change=lambda config, patch: patch.setenv("VLLM_MOE_SKIP_PADDING", "1")
     ),

@@ -17,7 +17,7 @@ from vllm.config import VllmConfig
 from vllm.plugins import pcp
 from vllm.plugins.pcp import seams
 from vllm.plugins.pcp.routing import wrap_create_engine_config, wrap_vllm_config_post_init
-from vllm.plugins.pcp.seams import SEAMS, Seam, UpstreamMismatchError, install
+from vllm.plugins.pcp.seams import EXPERT_SEAMS, SEAMS, Seam, UpstreamMismatchError, install
 
 REPO = Path(__file__).parents[3]
 
@@ -108,6 +108,13 @@ def test_the_pinned_vllm_is_installed_and_wrapped() -> None:
     assert hasattr(VllmConfig.__post_init__, "__wrapped__")
 
 
+def test_the_pinned_layers_of_experts_are_installed() -> None:
+    """No process but workers looks for them, so no start-up of a test would tell."""
+    pins = {seam.name: seam.digest for seam in EXPERT_SEAMS}
+    functions = {seam.name: getattr(seam.owner(), seam.attribute) for seam in EXPERT_SEAMS}
+    assert {name: seams.source_digest(f) for name, f in functions.items()} == pins
+
+
 def make_config(pcp_world_size: int) -> Any:
     parallel = SimpleNamespace(
         prefill_context_parallel_size=pcp_world_size,
@@ -153,4 +160,4 @@ def test_the_page_of_seams_is_current() -> None:
 
 
 def test_each_seam_says_why_and_until_when() -> None:
-    assert all(s.why.endswith(".") and s.retire_when.endswith(".") for s in SEAMS)
+    assert all(s.why.endswith(".") and s.retire_when.endswith(".") for s in (*SEAMS, *EXPERT_SEAMS))

@@ -17,7 +17,13 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from vllm.plugins.pcp.options import KV_EXCHANGES, kv_exchange
+from vllm.plugins.pcp.options import (
+    EXPERT_PLACEMENTS,
+    KV_EXCHANGES,
+    expert_placement,
+    kv_exchange,
+    replicates_experts,
+)
 from vllm.plugins.pcp.routing import EXECUTOR, WORKERS
 from vllm.v1.attention.backends.pcp import BACKENDS, DCP_BACKENDS
 
@@ -287,6 +293,8 @@ def _sparse_mla_on_gpus(config: VllmConfig) -> str | None:
 
 def _experts_of_tp(config: VllmConfig) -> str | None:
     model = config.model_config
+    if replicates_experts(config):
+        return None
     if model.architecture in _EXPERTS_OF_TP:
         return f"architecture={model.architecture}"
     is_refused = model.is_moe and model.quantization in _QUANTIZED_EXPERTS_OF_TP
@@ -299,7 +307,9 @@ def _uneven_experts(config: VllmConfig) -> str | None:
     num_experts = model.get_num_experts()
     if num_experts == 0:
         return None
-    num_ranks = parallel.prefill_context_parallel_size * parallel.tensor_parallel_size
+    num_ranks = parallel.tensor_parallel_size
+    if not replicates_experts(config):
+        num_ranks *= parallel.prefill_context_parallel_size
     # Its loader cuts both ways evenly.
     is_even = model.architecture == "GptOssForCausalLM"
     if parallel.enable_expert_parallel:
@@ -313,6 +323,22 @@ def _uneven_experts(config: VllmConfig) -> str | None:
     width = _hf_value(config, name)
     widths = width if isinstance(width, list) else [width or 0]
     return f"{name}={width} on {num_ranks} ranks" if any(w % num_ranks for w in widths) else None
+
+
+def _unknown_placement(config: VllmConfig) -> str | None:
+    placement = expert_placement(config)
+    return None if placement in EXPERT_PLACEMENTS else f"pcp_experts={placement}"
+
+
+def _cannot_replicate(config: VllmConfig) -> str | None:
+    """Find what shards experts over P x TP ranks, if each is to have them all."""
+    if not replicates_experts(config):
+        return None
+    architecture = config.model_config.architecture
+    if architecture == "GptOssForCausalLM":
+        return f"pcp_experts=replicated with {architecture}"
+    is_refused = config.parallel_config.enable_expert_parallel
+    return "pcp_experts=replicated with enable_expert_parallel=True" if is_refused else None
 
 
 def _skipped_padding(config: VllmConfig) -> str | None:
@@ -575,14 +601,28 @@ RULES: tuple[Rule, ...] = (
         _uneven_experts,
         "P x TP ranks share experts, by a part of the width of each or by whole experts",
         "Let P x TP divide the width, or set --enable-expert-parallel and P x TP to at most the "
-        "number of experts",
+        "number of experts, or pcp_experts in --additional-config to replicated",
+        error=ValueError,
+    ),
+    Rule(
+        "placements of experts of other names",
+        _unknown_placement,
+        "There are none",
+        f"Set pcp_experts in --additional-config to {' or '.join(EXPERT_PLACEMENTS)}",
+        error=ValueError,
+    ),
+    Rule(
+        "replicated experts with expert parallelism, or of GPT-OSS",
+        _cannot_replicate,
+        "Expert parallelism shards what is to be replicated; the loader of GPT-OSS shards it, too",
+        "Drop pcp_experts from --additional-config",
         error=ValueError,
     ),
     Rule(
         "experts that are loaded as if TP ranks alone shared them",
         _experts_of_tp,
         "Ranks of different P would load the same part of them",
-        "Serve another model, or one quantized in another way",
+        "Set pcp_experts in --additional-config to replicated",
     ),
     Rule(
         "mixture-of-experts models of the Transformers library",

@@ -68,6 +68,12 @@ class Seam:
         return self.qualname.rpartition(".")[2]
 
 
+def _replicate_experts(original: Callable[..., Any]) -> Callable[..., Any]:
+    from vllm.model_executor.layers.pcp.replicated_experts import wrap_make_parallel_config
+
+    return wrap_make_parallel_config(original)
+
+
 SEAMS = (
     Seam(
         module="vllm.engine.arg_utils",
@@ -87,6 +93,20 @@ SEAMS = (
         "every extension point that could admit it.",
         retire_when="vLLM admits P > 1 for Model Runner V2 and lets a platform or plugin name its "
         "worker and executor.",
+    ),
+)
+
+# Of workers in which each PCP rank has all experts, and of no other process: to look for it takes
+# an import of vLLM's layers.
+EXPERT_SEAMS = (
+    Seam(
+        module="vllm.model_executor.layers.fused_moe.layer",
+        qualname="make_parallel_config",
+        digest="d84a4e34d2f5",
+        build=_replicate_experts,
+        why="vLLM shards experts over all ranks that there are; with "
+        '`{"pcp_experts": "replicated"}` over TP ranks alone.',
+        retire_when="Whether PCP ranks share experts is in vLLM's configuration.",
     ),
 )
 
@@ -168,7 +188,8 @@ def seams_page() -> str:
         "| --- | --- | --- | --- |",
     ]
     lines += [
-        f"| `{seam.name}` | `{seam.digest}` | {seam.why} | {seam.retire_when} |" for seam in SEAMS
+        f"| `{seam.name}` | `{seam.digest}` | {seam.why} | {seam.retire_when} |"
+        for seam in (*SEAMS, *EXPERT_SEAMS)
     ]
     return "\n".join(lines) + "\n"
 

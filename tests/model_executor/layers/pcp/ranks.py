@@ -275,8 +275,8 @@ def run_rank(rank: int, pcp: int, tp: int, folder: Path) -> None:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tp, prefill_context_model_parallel_size=pcp
         )
-    register_layers()
-    register_layers()
+    for _ in range(2):
+        register_layers(replicates_experts=False)
     collectives = record_collectives()
     refusals = {feature: refusal(options) for feature, options in REFUSED.items()}
     os.environ["VLLM_MOE_SKIP_PADDING"] = "1"

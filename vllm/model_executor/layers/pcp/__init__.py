@@ -2,19 +2,26 @@
 """Layers for prefill context parallelism.
 
 moe_runner           experts that P x TP ranks share
+replicated_experts   experts that TP ranks alone share
 sparse_attn_indexer  the indexer of sparse MLA
 shared_selection     how it selects from a cache that ranks share
 """
 
+from typing import Any
+
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.fused_moe import MoERunner
 from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer
+from vllm.plugins.pcp.seams import EXPERT_SEAMS, install
 
 
-def register_layers() -> None:
+def register_layers(*, replicates_experts: bool) -> None:
     """Put our layers in place of vLLM's, in this process; ahead of building the model.
 
     Does nothing the second time.
+
+    Args:
+        replicates_experts: Whether each PCP rank has all experts.
 
     Raises:
         RuntimeError: Something else has taken a place.
@@ -22,7 +29,12 @@ def register_layers() -> None:
     from vllm.model_executor.layers.pcp.moe_runner import PCPMoERunner
     from vllm.model_executor.layers.pcp.sparse_attn_indexer import PCPSparseAttnIndexer
 
-    for stock, ours in ((MoERunner, PCPMoERunner), (SparseAttnIndexer, PCPSparseAttnIndexer)):
+    layers: list[tuple[Any, Any]] = [(SparseAttnIndexer, PCPSparseAttnIndexer)]
+    if replicates_experts:
+        install(EXPERT_SEAMS)
+    else:
+        layers.append((MoERunner, PCPMoERunner))
+    for stock, ours in layers:
         name = stock.__name__
         if name not in op_registry_oot:
             stock.register_oot(ours)

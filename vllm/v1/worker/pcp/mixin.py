@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer import ensure_kv_transfer_initialized
 from vllm.distributed.pcp.groups import init_dcp_group
 from vllm.model_executor.layers.pcp import register_layers
+from vllm.plugins.pcp.options import replicates_experts
 from vllm.v1.attention.backends.pcp import register_backends
 from vllm.v1.executor.pcp import scheduler_view
 from vllm.v1.worker.gpu.pcp.model_runner import make_pcp_runner
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.worker.gpu_worker import Worker
     from vllm.v1.worker.worker_base import CompilationTimes
@@ -26,11 +28,11 @@ else:
 class PCPWorkerMixin(_WorkerBase):
     """Over a stock worker: our backends and layers in the registries, our runner in place."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         # Backends are looked up, and the answer cached, when the model is built.
         register_backends()
-        register_layers()
-        super().__init__(*args, **kwargs)
+        register_layers(replicates_experts=replicates_experts(vllm_config))
+        super().__init__(vllm_config, *args, **kwargs)
 
     def init_device(self) -> None:
         """Initialise groups and build the stock runner, then make it a PCP runner.
