@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
     from vllm.inputs import TokensPrompt as Prompt
 
+# As an engine's additional_config: each PCP rank has all experts.
+REPLICATED_EXPERTS = {"pcp_experts": "replicated"}
+
 
 def is_cpu_build() -> bool:
     """Say whether the installed vLLM runs on CPUs, without importing it."""
@@ -40,7 +43,8 @@ def solo_rank_options(
     pcp_world_size: int, worker_cls: str = "solo_rank.SoloRankWorker"
 ) -> dict[str, Any]:
     """Return arguments of an engine that plays one rank of P at a time, see ``solo_rank.py``."""
-    return {"worker_cls": worker_cls, "additional_config": {"pcp_world_size": pcp_world_size}}
+    additional_config = {"pcp_world_size": pcp_world_size, **REPLICATED_EXPERTS}
+    return {"worker_cls": worker_cls, "additional_config": additional_config}
 
 
 def start_engine(model: str, *, kv_gib: float | None = None, **options: Any) -> LLM:

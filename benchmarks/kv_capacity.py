@@ -7,7 +7,7 @@ One engine start each, all P ranks on GPU 0. Ranks load and profile as they alwa
 ``gpu_memory_utilization`` of a whole GPU to fill; the KV cache that the engine then decides on is
 not allocated, and nothing is run (``capacity_workers.py``). bf16, eager.
 
-With experts P > 1 holds more: each rank has a slice of every expert.
+With experts P > 1 holds more: each rank has a slice of every expert, unless they are replicated.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from engine import (
+    REPLICATED_EXPERTS,
     one_gpu_options,
     random_prompts,
     require_partitioned_steps,
@@ -40,6 +41,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "P1": {},
     "P2": {"prefill_context_parallel_size": 2},
     "P2 EP": {"prefill_context_parallel_size": 2, "enable_expert_parallel": True},
+    "P2 replicated": {
+        "prefill_context_parallel_size": 2,
+        "additional_config": REPLICATED_EXPERTS,
+    },
 }
 # Parts of the names of what the host enqueues work on the GPU with.
 LAUNCHES = ("LaunchKernel", "cudaMemcpyAsync", "cudaMemsetAsync", "cuMemcpy", "cuMemset")

@@ -3,9 +3,9 @@
 
     python benchmarks/rank_kernels.py [--shape qwen3-8b] [--modes graphs] [--lengths 32768]
 
-All ranks of P run one at a time on one GPU, with nothing on a link (``solo_rank.py``: models
-without experts). Kernels of one prefill each, by the profiler: listed are those that take longer or
-shorter on some rank than a P-th of what they take on one GPU, by how much in all.
+All ranks of P run one at a time on one GPU, with nothing on a link and each with all experts
+(``solo_rank.py``). Kernels of one prefill each, by the profiler: listed are those that take longer
+or shorter on some rank than a P-th of what they take on one GPU, by how much in all.
 """
 
 from __future__ import annotations

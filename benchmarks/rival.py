@@ -28,6 +28,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from engine import (
+    REPLICATED_EXPERTS,
     count_kernels,
     one_gpu_options,
     random_prompts,
@@ -67,7 +68,10 @@ def engine_options(args: argparse.Namespace, whose: str, size: int) -> dict[str,
     )
     return {
         "prefill_context_parallel_size": size,
-        "enable_expert_parallel": args.expert_parallel,
+        "enable_expert_parallel": args.experts == "parallel",
+        "additional_config": (
+            REPLICATED_EXPERTS if whose == OURS and args.experts == "replicated" else {}
+        ),
         **shared,
     }
 
@@ -175,7 +179,13 @@ def main() -> None:
     parser.set_defaults(step_timeout=420)
     parser.add_argument("--rival-site", required=True, help="folder with the other vLLM")
     parser.add_argument("--shape", choices=SHAPES, default="deepseek-v2-lite")
-    parser.add_argument("--expert-parallel", action="store_true")
+    parser.add_argument(
+        "--experts",
+        choices=("sharded", "parallel", "replicated"),
+        default="sharded",
+        help="by width; whole ones on each rank; all of them on each of our ranks, the rival's by "
+        "width",
+    )
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--measures", nargs="+", choices=MEASURES, default=list(MEASURES))
     parser.add_argument("--sizes", type=int, nargs="+", default=[2, 4])

@@ -4,8 +4,8 @@
 The engine has one rank, and its worker is told which rank of how many it plays. All of our code and
 all kernels run as on that rank of P: the same rows, the same slots, the same gathered bytes written
 to the cache. Only the collectives send nothing, and the KV rows of other ranks are random numbers.
-So the tokens are wrong, and the time is a rank's critical path less communication. Experts are not
-shared here: layers without experts only, whatever their attention.
+So the tokens are wrong, and the time is a rank's critical path less communication. Experts are
+replicated: shared ones would take part in collectives of their own.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ of one GPU on a small checkpoint of the shape's kind; with dense MLA, what ran t
 yardstick (one GPU may be wrong there). ``parts`` tells what a time to first token is made of: on
 the way to the workers, before the forward pass, on the GPU, and on the way back.
 
-"EP" gives whole experts to a rank; PCP and TP without it give each rank a slice of every expert.
+"EP" gives whole experts to a rank, "replicated" gives it all; PCP and TP without either give each
+rank a slice of every expert.
 "peer": ranks write to each other's KV cache, instead of gathering.
 
 One engine a shape, layout and mode, in a subprocess; a run that was cut short goes on where it was.
@@ -34,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 from checkpoints import KINDS, VOCAB_SIZE, checkpoint_folder
 from engine import (
+    REPLICATED_EXPERTS,
     generate,
     greedy,
     is_cpu_build,
@@ -55,7 +57,7 @@ if TYPE_CHECKING:
 NAME = "ttft_gpus"
 NUM_WARMUPS = 2
 PCP, TP = "prefill_context_parallel_size", "tensor_parallel_size"
-EP = "enable_expert_parallel"
+EP, EXTRA = "enable_expert_parallel", "additional_config"
 # Ranks write to each other's KV cache, instead of gathering.
 PEER = {"pcp_kv_exchange": "peer"}
 # Prompts for comparing tokens: around 2P, around blocks of 16, in one step and in several.
@@ -71,9 +73,10 @@ def layouts(shape: str, num_gpus: int) -> dict[str, dict[str, Any]]:
         f"TP{num_gpus}": {TP: num_gpus},
     }
     if not KINDS[kind(shape)].index_topk and not is_cpu_build():
-        several[f"PCP{num_gpus} peer"] = {PCP: num_gpus, "additional_config": PEER}
+        several[f"PCP{num_gpus} peer"] = {PCP: num_gpus, EXTRA: PEER}
     if KINDS[kind(shape)].has_experts:
         several[f"PCP{num_gpus} EP"] = {PCP: num_gpus, EP: True}
+        several[f"PCP{num_gpus} replicated"] = {PCP: num_gpus, EXTRA: REPLICATED_EXPERTS}
     if num_gpus == 4:
         several["TP2xPCP2"] = {TP: 2, PCP: 2}
     # GPUs of one host differ by some per cent, and the slowest one sets the pace.

@@ -85,8 +85,8 @@ START_INTERVAL = 1.5
 # fp32 against itself is good to about this much.
 TINY = 1e-3
 FORK = multiprocessing.get_context("fork")
-# Who holds a part of the experts' weights: a slice of each expert, or some whole experts.
-EXPERTS = ("sliced", "parallel")
+# Which of the experts' weights a rank holds: a slice of each expert, some whole experts, or all.
+EXPERTS = ("sliced", "parallel", "replicated")
 # Whether each rank has all of the KV cache, by a gather or by copies from rank to rank, or all of
 # them share one: D = P, or D = TP x P with two TP ranks each.
 CACHES = ("whole", "copied", "shared", "shared_tp2")
@@ -169,6 +169,7 @@ GRIDS: dict[str, tuple[Grid, ...]] = {
         Grid(("FLASHMLA", "TRITON_MLA"), ("fp8",)),
         Grid(("FLASH_ATTN_MLA", "FLASHMLA"), graphs=("FULL_DECODE_ONLY",)),
         Grid(("FLASH_ATTN_MLA",), experts=("parallel",)),
+        Grid(("FLASH_ATTN_MLA",), sizes=(2,), experts=("replicated",)),
         Grid(("FLASH_ATTN_MLA", "FLASHMLA"), caches=("copied",)),
         Grid(("FLASHMLA",), ("fp8",), caches=("copied",)),
         Grid(("FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA"), caches=("shared",)),
@@ -188,7 +189,7 @@ GRIDS: dict[str, tuple[Grid, ...]] = {
         Grid(("FLASH_ATTN",), sizes=(2,), caches=("copied",)),
     ),
     "glm4_moe": (Grid(("FLASH_ATTN",), sizes=(2,), experts=EXPERTS),),
-    "gpt_oss": (Grid(("FLASH_ATTN",), sizes=(2,), experts=EXPERTS),),
+    "gpt_oss": (Grid(("FLASH_ATTN",), sizes=(2,), experts=("sliced", "parallel")),),
 }
 
 
@@ -222,8 +223,12 @@ def engine_options(case: Case) -> dict[str, Any]:
             "distributed_executor_backend": "mp",
             "disable_custom_all_reduce": True,
         }
+    extra = {}
     if case.cache == "copied":
-        options["additional_config"] = {"pcp_kv_exchange": "peer"}
+        extra["pcp_kv_exchange"] = "peer"
+    if case.experts == "replicated":
+        extra["pcp_experts"] = "replicated"
+    options["additional_config"] = extra
     if case.graphs == "eager":
         options["enforce_eager"] = True
     else:
