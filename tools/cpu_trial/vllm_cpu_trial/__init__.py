@@ -5,9 +5,10 @@ The distribution is named ``vllm`` because vLLM recognises a CPU build by the ve
 distribution; it holds no module of that name. Beside the name it carries
 
 * ``compiler`` and ``driver``: a Triton backend that is active under ``TRITON_INTERPRET=1`` only,
+* ``interpreter``: Triton's interpreter, faster,
 * ``libdevice``: a device function that the interpreter leaves undefined,
 * ``sampling``: top-k, top-p and Gumbel sampling that the interpreter runs, and runs fast,
-* ``shared_memory``: segments of shared memory that outlive no engine,
+* ``shared_memory``: segments of shared memory that do not outlive their engine,
 * ``structured_outputs``: grammar bitmasks without pinned memory,
 * ``platform``: a platform that lets MLA in, active under the interpreter only,
 * ``mla``, ``mla_cache`` and ``mla_prefill``: dense MLA in torch, where vLLM has kernels for GPUs,
@@ -47,6 +48,7 @@ def register() -> None:
         experts,
         flash_attention,
         indexer,
+        interpreter,
         libdevice,
         mla,
         mla_cache,
@@ -63,6 +65,7 @@ def register() -> None:
         experts,
         flash_attention,
         indexer,
+        interpreter,
         libdevice,
         mla,
         offloading,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Segments of shared memory that outlive no engine.
+"""Segments of shared memory that do not outlive their engine.
 
 Symptom: "create shm in SHMManager failed. errno: 17" as an engine with TP or PP starts, now and
 then. Cause: vLLM names the segments of a group after the engine's port, creates them exclusively
@@ -20,7 +20,7 @@ _init_cpu_shm = _Group._init_cpu_shm
 def init_cpu_shm(self: "cpu_communicator._CPUSHMDistributed") -> int:
     """Return the handle of the group's segments, this rank's one nameless from here on."""
     segment = _SEGMENTS / f"{self.group_name}_{self.communicator.rank}"
-    # This engine holds the port, so the engine that left a segment of this name is gone.
+    # This engine holds the port, so another one that made a segment of this name has lost it.
     segment.unlink(missing_ok=True)
     handle = _init_cpu_shm(self)
     segment.unlink(missing_ok=True)
