@@ -58,6 +58,7 @@ SHARED_SPARSE_SCENARIOS = (
     "mixed_batches",
     "short_prefix_hits_beside_short_prompts",
 )
+OFFLOADED_SCENARIOS = (*OFFLOADED, "preemption")
 EXPERT_SCENARIOS = (*PREFILL_SCENARIOS, "seeds")
 SPARSE_SCENARIOS = (
     "short_prompts_alone",
@@ -91,6 +92,7 @@ class Sharing:
         caches_prefixes: Whether prompts are looked up.
         flash_attn_version: Of FLASH_ATTN, on ranks that share; None for another backend.
         forks: Whether ranks are forked.
+        experts: What a rank has of them.
     """
 
     dcp: int = 1
@@ -98,6 +100,7 @@ class Sharing:
     caches_prefixes: bool = True
     flash_attn_version: int | None = None
     forks: bool = True
+    experts: Experts = "width"
 
 
 class Engines:
@@ -131,7 +134,9 @@ class Engines:
         self, name: str, pcp: int, tp: int, dcp: int, connector: str
     ) -> tuple[EngineResults, EngineResults]:
         """Return what one rank gives, and what ranks give that offload their KV cache."""
-        one = dataclasses.replace(self.spec(name, 1, 1), sizes=SHARED_SIZES, scenarios=OFFLOADED)
+        one = dataclasses.replace(
+            self.spec(name, 1, 1), sizes=SHARED_SIZES, scenarios=OFFLOADED_SCENARIOS
+        )
         several = dataclasses.replace(one, pcp=pcp, tp=tp, dcp=dcp, offloading=connector)
         if name == "qwen3" and dcp > 1:
             several = dataclasses.replace(several, flash_attn_version=3)

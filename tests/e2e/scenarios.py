@@ -16,7 +16,7 @@ from typing import Any
 # 1 to 2P+1 tokens for P up to 5.
 SHORT = range(1, 12)
 # Scenarios that are about a second tier of the KV cache.
-OFFLOADED = ("evicted_prefixes",)
+OFFLOADED = ("evicted_prefixes", "aborted_loads")
 # What a prefix hit leaves: 1, P-1, P, 2P-1, 2P+1 for P up to 4, and some odd numbers.
 REMAINDERS = (*range(1, 10), 11, 23, 37)
 
@@ -135,6 +135,7 @@ def scenarios(sizes: Sizes, tokens: Sequence[int]) -> dict[str, Scenario]:
             prompt_logprobs,
             structured_output,
             evicted_prefixes,
+            aborted_loads,
         )
     }
 
@@ -307,6 +308,35 @@ def evicted_prefixes(sizes: Sizes, tape: Tape) -> Scenario:
 
     Two at a time, beside a prompt that is being chunked; one leaves a single token to compute.
     """
+    requests, prefixes, start = _evicting(sizes, tape)
+    return [
+        *requests,
+        Request(prefixes[0] + tape.take(1), arrives=start),
+        Request(tape.take(sizes.max_num_batched_tokens + 9), arrives=start),
+        Request(prefixes[1] + tape.take(37), arrives=start + 1),
+    ]
+
+
+def aborted_loads(sizes: Sizes, tape: Tape) -> Scenario:
+    """Requests whose prefixes come back are aborted as they wait for them, or just after.
+
+    Others take their place, with the same prefix and with another.
+    """
+    requests, prefixes, start = _evicting(sizes, tape)
+    return [
+        *requests,
+        Request(prefixes[0] + tape.take(1), arrives=start, aborted=start + 1),
+        Request(prefixes[1] + tape.take(20), arrives=start + 1, aborted=start + 3),
+        Request(prefixes[0] + tape.take(3), arrives=start + 2),
+        Request(prefixes[2] + tape.take(8), arrives=start + 3),
+    ]
+
+
+def _evicting(sizes: Sizes, tape: Tape) -> tuple[Scenario, list[list[int]], int]:
+    """Return prompts one after the other, prefixes of theirs, and the step after the last one.
+
+    Of the first three prefixes nothing is in the KV cache then.
+    """
     num_tokens = num_evicted_blocks(sizes) * sizes.block_size
     prefixes = [tape.take(num_tokens) for _ in range(5)]
     # Each is over when the next one comes.
@@ -315,10 +345,4 @@ def evicted_prefixes(sizes: Sizes, tape: Tape) -> Scenario:
         Request(prefix + tape.take(1 + index), {"max_tokens": 2}, arrives=gap * index)
         for index, prefix in enumerate(prefixes)
     ]
-    start = gap * len(prefixes)
-    return [
-        *requests,
-        Request(prefixes[0] + tape.take(1), arrives=start),
-        Request(tape.take(sizes.max_num_batched_tokens + 9), arrives=start),
-        Request(prefixes[1] + tape.take(37), arrives=start + 1),
-    ]
+    return requests, prefixes, gap * len(prefixes)
