@@ -17,11 +17,12 @@ from tests.e2e.scenarios import REMAINDERS
 pytestmark = pytest.mark.slow
 
 # Model, P, TP, D, tokens in a row (a block has 32 with D = 2 and 16 with D = 4), prefix caching,
-# the version of FLASH_ATTN, and whether ranks are forked: spawned ones differ in the order of their
-# sets. TP ranks that share the cache of GQA must want the same KV head.
+# the version of FLASH_ATTN, whether ranks are forked (spawned ones differ in the order of their
+# sets), and what a rank has of the experts. TP ranks that share the cache of GQA must want the same
+# KV head.
 CASES = (
     ("deepseek_v2", 2, 1, 2, 1, True, None, False),
-    ("deepseek_v2", 2, 1, 2, 16, False, None),
+    ("deepseek_v2", 2, 1, 2, 16, False, None, True, "replicated"),
     ("deepseek_v2", 4, 1, 4, 16, True, None),
     ("deepseek_v2", 2, 2, 2, 16, True, None),
     ("deepseek_v2", 2, 2, 4, 1, True, None),

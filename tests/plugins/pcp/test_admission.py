@@ -548,6 +548,11 @@ SUPPORTED = {
     ),
     "experts of TP ranks that every PCP rank has": Case(model=DBRX, args=REPLICATED),
     "replicated experts of a model that has none": Case(args=REPLICATED),
+    "quantized experts of TP ranks that every PCP rank has": Case(
+        model=MOE,
+        args=REPLICATED,
+        change=setting("model_config.quantization", "moe_wna16"),
+    ),
     "hidden padding of a dense model": Case(
         change=lambda config, patch: patch.setenv("VLLM_MOE_SKIP_PADDING", "1")
     ),
@@ -698,6 +703,12 @@ def test_refuses_experts_that_ranks_cannot_share(
     case: Case, build: Callable[[Case], VllmConfig]
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(f"cannot share evenly (got {case.got})")):
+        validate_config(build(case))
+
+
+def test_refuses_replicated_experts_of_gpt_oss(build: Callable[[Case], VllmConfig]) -> None:
+    case = Case(model={**GPT_OSS, "intermediate_size": 128}, args=REPLICATED)
+    with pytest.raises(ValueError, match=r"of GPT-OSS \(got pcp_experts=replicated with model_ty"):
         validate_config(build(case))
 
 

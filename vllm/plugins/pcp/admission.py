@@ -311,7 +311,7 @@ def _uneven_experts(config: VllmConfig) -> str | None:
     if not replicates_experts(config):
         num_ranks *= parallel.prefill_context_parallel_size
     # Its loader cuts both ways evenly.
-    is_even = model.architecture == "GptOssForCausalLM"
+    is_even = _is_gpt_oss(config)
     if parallel.enable_expert_parallel:
         if num_experts < num_ranks or (is_even and num_experts % num_ranks):
             return f"num_experts={num_experts} on {num_ranks} ranks"
@@ -325,6 +325,10 @@ def _uneven_experts(config: VllmConfig) -> str | None:
     return f"{name}={width} on {num_ranks} ranks" if any(w % num_ranks for w in widths) else None
 
 
+def _is_gpt_oss(config: VllmConfig) -> bool:
+    return bool(_hf_value(config, "model_type") == "gpt_oss")
+
+
 def _unknown_placement(config: VllmConfig) -> str | None:
     placement = expert_placement(config)
     return None if placement in EXPERT_PLACEMENTS else f"pcp_experts={placement}"
@@ -334,9 +338,8 @@ def _cannot_replicate(config: VllmConfig) -> str | None:
     """Find what shards experts over P x TP ranks, if each is to have them all."""
     if not replicates_experts(config):
         return None
-    architecture = config.model_config.architecture
-    if architecture == "GptOssForCausalLM":
-        return f"pcp_experts=replicated with {architecture}"
+    if _is_gpt_oss(config):
+        return "pcp_experts=replicated with model_type=gpt_oss"
     is_refused = config.parallel_config.enable_expert_parallel
     return "pcp_experts=replicated with enable_expert_parallel=True" if is_refused else None
 
@@ -599,9 +602,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "experts that the ranks cannot share evenly",
         _uneven_experts,
-        "P x TP ranks share experts, by a part of the width of each or by whole experts",
-        "Let P x TP divide the width, or set --enable-expert-parallel and P x TP to at most the "
-        "number of experts, or pcp_experts in --additional-config to replicated",
+        "P x TP ranks share experts, by a part of the width of each or by whole experts; TP ranks "
+        "share replicated ones, by a part of the width",
+        "Let their number divide the width, or set --enable-expert-parallel and P x TP to at most "
+        "the number of experts, or without it pcp_experts in --additional-config to replicated",
         error=ValueError,
     ),
     Rule(
@@ -615,14 +619,14 @@ RULES: tuple[Rule, ...] = (
         "replicated experts with expert parallelism, or of GPT-OSS",
         _cannot_replicate,
         "Expert parallelism shards what is to be replicated; the loader of GPT-OSS shards it, too",
-        "Drop pcp_experts from --additional-config",
+        "Drop --enable-expert-parallel, or pcp_experts from --additional-config",
         error=ValueError,
     ),
     Rule(
         "experts that are loaded as if TP ranks alone shared them",
         _experts_of_tp,
         "Ranks of different P would load the same part of them",
-        "Set pcp_experts in --additional-config to replicated",
+        "Set pcp_experts in --additional-config to replicated, without --enable-expert-parallel",
     ),
     Rule(
         "mixture-of-experts models of the Transformers library",
@@ -645,7 +649,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "leaving padding out of experts",
         _skipped_padding,
-        "Which rows are padding is not gathered with the rows",
+        "Which rows are padding is known of the whole batch, and not gathered with the rows",
         "Unset VLLM_MOE_SKIP_PADDING",
     ),
     Rule(

@@ -105,7 +105,9 @@ EXPERT_SEAMS = (
         digest="d84a4e34d2f5",
         build=_replicate_experts,
         why="vLLM shards experts over all ranks that there are; with "
-        '`{"pcp_experts": "replicated"}` over TP ranks alone.',
+        '`{"pcp_experts": "replicated"}` over TP ranks alone. `FusedMoE` takes the number of PCP '
+        "ranks as an argument, which no model passes; the pluggable layers inside it are given "
+        "what has been cut already.",
         retire_when="Whether PCP ranks share experts is in vLLM's configuration.",
     ),
 )
@@ -182,7 +184,8 @@ def seams_page() -> str:
         "What this package wraps in vLLM. `python -m vllm.plugins.pcp.seams` writes this page.",
         "",
         f"Pinned to vllm=={PINNED_VLLM}. With another version, or another source of one of them,",
-        "nothing is installed, and start-up stops with one error that lists every difference.",
+        "nothing is installed, and start-up stops with one error that lists every difference. (The",
+        "last one is wrapped, and compared, in workers whose experts are replicated.)",
         "",
         "| Function | Source | Why | Until |",
         "| --- | --- | --- | --- |",

@@ -276,7 +276,7 @@ def run_rank(rank: int, pcp: int, tp: int, folder: Path) -> None:
             tensor_model_parallel_size=tp, prefill_context_model_parallel_size=pcp
         )
     for _ in range(2):
-        register_layers(replicates_experts=False)
+        register_layers(shares_experts=True)
     collectives = record_collectives()
     refusals = {feature: refusal(options) for feature, options in REFUSED.items()}
     os.environ["VLLM_MOE_SKIP_PADDING"] = "1"

@@ -184,7 +184,7 @@ def test_every_rank_refuses_what_reads_more_than_rows(folder: Path) -> None:
 def test_refuses_another_plugins_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(op_registry_oot, "MoERunner", torch.nn.Module)
     with pytest.raises(RuntimeError, match=r"another plugin has replaced \(got Module\)"):
-        register_layers(replicates_experts=False)
+        register_layers(shares_experts=True)
 
 
 def collective(name: str, dtype: torch.dtype, *shapes: tuple[int, ...]) -> str:

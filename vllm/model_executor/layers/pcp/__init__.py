@@ -12,16 +12,16 @@ from typing import Any
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.fused_moe import MoERunner
 from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer
-from vllm.plugins.pcp.seams import EXPERT_SEAMS, install
 
 
-def register_layers(*, replicates_experts: bool) -> None:
+def register_layers(*, shares_experts: bool) -> None:
     """Put our layers in place of vLLM's, in this process; ahead of building the model.
 
-    Does nothing the second time.
+    Does nothing the second time; experts that are shared once are shared for good.
 
     Args:
-        replicates_experts: Whether each PCP rank has all experts.
+        shares_experts: Whether P x TP ranks share the experts of a layer. If TP ranks alone do,
+            vLLM's own layer is the one.
 
     Raises:
         RuntimeError: Something else has taken a place.
@@ -30,9 +30,7 @@ def register_layers(*, replicates_experts: bool) -> None:
     from vllm.model_executor.layers.pcp.sparse_attn_indexer import PCPSparseAttnIndexer
 
     layers: list[tuple[Any, Any]] = [(SparseAttnIndexer, PCPSparseAttnIndexer)]
-    if replicates_experts:
-        install(EXPERT_SEAMS)
-    else:
+    if shares_experts:
         layers.append((MoERunner, PCPMoERunner))
     for stock, ours in layers:
         name = stock.__name__

@@ -42,6 +42,12 @@ from vllm.v1.worker.gpu.pcp.layout import max_local_tokens
 # Half of so many rows still fill a GPU.
 MIN_OVERLAPPED_ROWS = 1024
 
+_LOADED_AS_OF_TP = "experts that are loaded as if TP ranks alone shared them"
+_WAYS_OUT = {
+    _LOADED_AS_OF_TP: "Set pcp_experts in --additional-config to replicated, without "
+    "--enable-expert-parallel"
+}
+
 
 class ChosenExperts:
     """Stands in for a router where its choice has been made.
@@ -79,7 +85,8 @@ class PCPMoERunner(MoERunner):
                     f"Prefill context parallelism does not support {feature} (got "
                     f"{self.layer_name}: {type(self.router).__name__}, "
                     f"{type(self.routed_experts).__name__}, {type(self._quant_method).__name__}). "
-                    "Do without, or set --prefill-context-parallel-size 1."
+                    f"{_WAYS_OUT.get(feature, 'Do without')}, or set "
+                    "--prefill-context-parallel-size 1."
                 )
         self._side = side_stream(get_pcp_group().device)
         self._chosen: ChosenExperts | None = None
@@ -104,7 +111,7 @@ class PCPMoERunner(MoERunner):
             "zero experts": isinstance(router, ZeroExpertRouter),
             "experts chosen by token id": takes_token_ids,
             "leaving padding out of experts": envs.VLLM_MOE_SKIP_PADDING,
-            "experts that are loaded as if TP ranks alone shared them": (
+            _LOADED_AS_OF_TP: (
                 type(self.routed_experts) is not RoutedExperts
                 or isinstance(method, BitsAndBytesMoEMethod | MoeWNA16Method)
             ),

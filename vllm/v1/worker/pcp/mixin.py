@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer import ensure_kv_transfer_initialized
 from vllm.distributed.pcp.groups import init_dcp_group
 from vllm.model_executor.layers.pcp import register_layers
 from vllm.plugins.pcp.options import replicates_experts
+from vllm.plugins.pcp.seams import EXPERT_SEAMS, install
 from vllm.v1.attention.backends.pcp import register_backends
 from vllm.v1.executor.pcp import scheduler_view
 from vllm.v1.worker.gpu.pcp.model_runner import make_pcp_runner
@@ -31,7 +32,10 @@ class PCPWorkerMixin(_WorkerBase):
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         # Backends are looked up, and the answer cached, when the model is built.
         register_backends()
-        register_layers(replicates_experts=replicates_experts(vllm_config))
+        replicates = replicates_experts(vllm_config)
+        register_layers(shares_experts=not replicates)
+        if replicates:
+            install(EXPERT_SEAMS)
         super().__init__(vllm_config, *args, **kwargs)
 
     def init_device(self) -> None:
