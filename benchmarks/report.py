@@ -106,13 +106,19 @@ def equality(result: dict[str, Any]) -> list[str]:
         num_ok = sum(case["verdict"] == "ok" for case in split)
         num_other = sum(case["differ"] for case in split)
         num_outputs = sum(case["outputs"] for case in split)
-        ways = [(case["graphs"], case["experts"], case["cache"]) for case in split]
+        ways = [
+            (case["graphs"], case["experts"], case["cache"], case.get("last_layer", "all"))
+            for case in split
+        ]
         rows.append(
             (
                 *names,
                 ", ".join(
-                    graphs + EXPERTS.get(experts, "") + SHARED_CACHES.get(cache, "")
-                    for graphs, experts, cache in dict.fromkeys(ways)
+                    graphs
+                    + EXPERTS.get(experts, "")
+                    + SHARED_CACHES.get(cache, "")
+                    + (" with the last layer of sampled rows" if last_layer == "sampled" else "")
+                    for graphs, experts, cache, last_layer in dict.fromkeys(ways)
                 ),
                 f"{num_ok} of {len(split)}",
                 f"{max(case['error'] for case in split):.3f}",
@@ -398,17 +404,18 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], list[str]]], ...
 
 NOT_MEASURED = """
 Code later than the commits named above: on GPUs it has not run. Copies between KV caches
-(`pcp_kv_exchange`) and replicated experts (`pcp_experts`), which no GPU has run. Over a link
-between GPUs: P above 2, TP x P, stock tensor parallelism, models with experts and GQA, sparse MLA,
-decode steps of MLA and with experts, several prompts at once (`benchmarks/ttft_gpus.py`). KV
-capacity with D > 1 and of other shapes (`kv_capacity.py`). What sharing the KV cache costs
-(`dcp_cost.py`), prefills of MLA by plan (`mla_prefill.py`), kernels that do not shrink with P
-(`rank_kernels.py`), the PCP of vLLM 0.26.0 (`rival.py`). Answers on GPUs: CUDA graphs with
-FLASHMLA, TRITON_MLA or an FP8 cache of dense MLA and D = 1, with gpt-oss's style, with GLM-4-MoE's
-and whole experts, and with D = TP x P; experts of GQA models with P = 4; with D > 1 other graph
-modes than FULL_AND_PIECEWISE; sparse MLA with D > 1; offloading (`tests/gpu/offload.py`);
-accuracies of real models (`tests/evals/gsm8k`). Blackwell (CUTLASS_MLA, FLASHINFER_MLA,
-FLASHINFER_MLA_SPARSE), FLASH_ATTN_DIFFKV, more than one host, AMX and NEON, FlashAttention 2 and 4.
+(`pcp_kv_exchange`), replicated experts (`pcp_experts`) and the last layer of sampled rows
+(`pcp_last_layer`), which no GPU has run. Over a link between GPUs: P above 2, TP x P, stock tensor
+parallelism, models with experts and GQA, sparse MLA, decode steps of MLA and with experts, several
+prompts at once (`benchmarks/ttft_gpus.py`). KV capacity with D > 1 and of other shapes
+(`kv_capacity.py`). What sharing the KV cache costs (`dcp_cost.py`), prefills of MLA by plan
+(`mla_prefill.py`), kernels that do not shrink with P (`rank_kernels.py`), the PCP of vLLM 0.26.0
+(`rival.py`). Answers on GPUs: CUDA graphs with FLASHMLA, TRITON_MLA or an FP8 cache of dense MLA
+and D = 1, with gpt-oss's style, with GLM-4-MoE's and whole experts, and with D = TP x P; experts of
+GQA models with P = 4; with D > 1 other graph modes than FULL_AND_PIECEWISE; sparse MLA with D > 1;
+offloading (`tests/gpu/offload.py`); accuracies of real models (`tests/evals/gsm8k`). Blackwell
+(CUTLASS_MLA, FLASHINFER_MLA, FLASHINFER_MLA_SPARSE), FLASH_ATTN_DIFFKV, more than one host, AMX and
+NEON, FlashAttention 2 and 4.
 """
 
 

@@ -14,7 +14,9 @@ the way to the workers, before the forward pass, on the GPU, and on the way back
 
 "EP" gives whole experts to a rank, "replicated" gives it all; PCP and TP without either give each
 rank a slice of every expert.
-"peer": ranks write to each other's KV cache, instead of gathering.
+"peer": ranks write to each other's KV cache, instead of gathering. "sampled": the last layer
+computes the rows that are sampled from. "everything": all of these that the shape can have, experts
+replicated.
 
 One engine a shape, layout and mode, in a subprocess; a run that was cut short goes on where it was.
 ``--together 4 --kv-gib 4`` starts four at a time, if a GPU can hold them, and measures in turn.
@@ -60,6 +62,8 @@ PCP, TP = "prefill_context_parallel_size", "tensor_parallel_size"
 EP, EXTRA = "enable_expert_parallel", "additional_config"
 # Ranks write to each other's KV cache, instead of gathering.
 PEER = {"pcp_kv_exchange": "peer"}
+# Of the last layer only what is sampled from.
+SAMPLED = {"pcp_last_layer": "sampled"}
 # Prompts for comparing tokens: around 2P, around blocks of 16, in one step and in several.
 EQUALITY_LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33, 100, 257, 1000, 2047, 2500, 5000)
 EQUALITY_TOKENS = 16
@@ -72,11 +76,17 @@ def layouts(shape: str, num_gpus: int) -> dict[str, dict[str, Any]]:
         f"PCP{num_gpus}": {PCP: num_gpus},
         f"TP{num_gpus}": {TP: num_gpus},
     }
-    if not KINDS[kind(shape)].index_topk and not is_cpu_build():
-        several[f"PCP{num_gpus} peer"] = {PCP: num_gpus, EXTRA: PEER}
+    everything = dict(SAMPLED)
     if KINDS[kind(shape)].has_experts:
         several[f"PCP{num_gpus} EP"] = {PCP: num_gpus, EP: True}
         several[f"PCP{num_gpus} replicated"] = {PCP: num_gpus, EXTRA: REPLICATED_EXPERTS}
+        everything |= REPLICATED_EXPERTS
+    if not is_cpu_build():
+        several[f"PCP{num_gpus} sampled"] = {PCP: num_gpus, EXTRA: SAMPLED}
+        if not KINDS[kind(shape)].index_topk:
+            several[f"PCP{num_gpus} peer"] = {PCP: num_gpus, EXTRA: PEER}
+            everything |= PEER
+        several[f"PCP{num_gpus} everything"] = {PCP: num_gpus, EXTRA: everything}
     if num_gpus == 4:
         several["TP2xPCP2"] = {TP: 2, PCP: 2}
     # GPUs of one host differ by some per cent, and the slowest one sets the pace.

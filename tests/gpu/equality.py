@@ -90,6 +90,8 @@ EXPERTS = ("sliced", "parallel", "replicated")
 # Whether each rank has all of the KV cache, by a gather or by copies from rank to rank, or all of
 # them share one: D = P, or D = TP x P with two TP ranks each.
 CACHES = ("whole", "copied", "shared", "shared_tp2")
+# Which rows of a partitioned step the last layer computes.
+LAST_LAYERS = ("all", "sampled")
 
 
 @dataclass(frozen=True)
@@ -103,12 +105,13 @@ class Case:
     size: int
     experts: str = EXPERTS[0]
     cache: str = CACHES[0]
+    last_layer: str = LAST_LAYERS[0]
 
     @property
     def name(self) -> str:
         """Unique and fit for a file."""
         names = (self.model, self.backend, self.kv_dtype, self.graphs, self.experts, self.cache)
-        return "-".join((*names, f"P{self.size}"))
+        return "-".join((*names, self.last_layer, f"P{self.size}"))
 
     @property
     def num_shards(self) -> int:
@@ -118,7 +121,7 @@ class Case:
     @property
     def plain(self) -> Case:
         """The case to compare with: one rank has all experts and all of the cache."""
-        return replace(self, size=1, experts=EXPERTS[0], cache=CACHES[0])
+        return replace(self, size=1, experts=EXPERTS[0], cache=CACHES[0], last_layer=LAST_LAYERS[0])
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,7 @@ class Grid:
     sizes: tuple[int, ...] = (2, 4)
     experts: tuple[str, ...] = EXPERTS[:1]
     caches: tuple[str, ...] = CACHES[:1]
+    last_layers: tuple[str, ...] = LAST_LAYERS[:1]
 
     def cases(self, model: str) -> list[Case]:
         """Return the cases with P > 1."""
@@ -141,10 +145,13 @@ class Grid:
             self.sizes,
             self.experts,
             self.caches,
+            self.last_layers,
         )
         return [Case(model, *choice) for choice in itertools.product(*choices)]
 
 
+GRAPHS = ("FULL_AND_PIECEWISE",)
+SAMPLED = ("sampled",)
 # What each kind of model runs by default. FLASH_ATTN_MLA and its sparse kind have no FP8 cache,
 # FLASHINFER_MLA_SPARSE none of Hopper's kernels.
 GRIDS: dict[str, tuple[Grid, ...]] = {
@@ -162,6 +169,8 @@ GRIDS: dict[str, tuple[Grid, ...]] = {
         ),
         Grid(("FLASH_ATTN",), caches=("shared",)),
         Grid(("FLASH_ATTN",), ("fp8",), sizes=(2,), caches=("shared",)),
+        Grid(("FLASH_ATTN", "TRITON_ATTN"), ("auto", "fp8"), GRAPHS, last_layers=SAMPLED),
+        Grid(("FLASH_ATTN",), ("auto",), GRAPHS, (2,), caches=("shared",), last_layers=SAMPLED),
     ),
     "mqa": (Grid(("FLASH_ATTN",), sizes=(2,), caches=("shared_tp2",)),),
     "mla": (
@@ -170,6 +179,7 @@ GRIDS: dict[str, tuple[Grid, ...]] = {
         Grid(("FLASH_ATTN_MLA", "FLASHMLA"), graphs=("FULL_DECODE_ONLY",)),
         Grid(("FLASH_ATTN_MLA",), experts=("parallel",)),
         Grid(("FLASH_ATTN_MLA",), sizes=(2,), experts=("replicated",)),
+        Grid(("FLASH_ATTN_MLA",), ("auto",), GRAPHS, experts=EXPERTS, last_layers=SAMPLED),
         Grid(("FLASH_ATTN_MLA", "FLASHMLA"), caches=("copied",)),
         Grid(("FLASHMLA",), ("fp8",), caches=("copied",)),
         Grid(("FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA"), caches=("shared",)),
@@ -182,11 +192,13 @@ GRIDS: dict[str, tuple[Grid, ...]] = {
         Grid(("FLASH_ATTN_MLA_SPARSE",), sizes=(2,), experts=("parallel",)),
         Grid(("FLASH_ATTN_MLA_SPARSE", "FLASHMLA_SPARSE"), caches=("shared",)),
         Grid(("FLASHMLA_SPARSE",), ("fp8_ds_mla",), sizes=(2,), caches=("shared", "shared_tp2")),
+        Grid(("FLASHMLA_SPARSE",), ("fp8_ds_mla",), GRAPHS, (2,), last_layers=SAMPLED),
     ),
     "sparse_few_heads": (Grid(("FLASHMLA_SPARSE",), ("fp8_ds_mla",), sizes=(2,)),),
     "moe": (
         Grid(("FLASH_ATTN",), experts=EXPERTS),
         Grid(("FLASH_ATTN",), sizes=(2,), caches=("copied",)),
+        Grid(("FLASH_ATTN",), ("auto",), GRAPHS, (2,), EXPERTS, last_layers=SAMPLED),
     ),
     "glm4_moe": (Grid(("FLASH_ATTN",), sizes=(2,), experts=EXPERTS),),
     "gpt_oss": (Grid(("FLASH_ATTN",), sizes=(2,), experts=("sliced", "parallel")),),
@@ -228,6 +240,8 @@ def engine_options(case: Case) -> dict[str, Any]:
         extra["pcp_kv_exchange"] = "peer"
     if case.experts == "replicated":
         extra["pcp_experts"] = "replicated"
+    if case.size > 1:
+        extra["pcp_last_layer"] = case.last_layer
     options["additional_config"] = extra
     if case.graphs == "eager":
         options["enforce_eager"] = True
@@ -553,8 +567,9 @@ def differences_of_choices(
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
     """Print the table."""
-    form = "{:<16} {:<21} {:<10} {:<18} {:<8} {:<6} {:>1} {:>6} {:>7} {:>7} {:>8} {:>11} {:>5}  {}"
-    keys = ("model", "backend", "kv_dtype", "graphs", "experts", "cache", "size")
+    form = "{:<16} {:<21} {:<10} {:<18} {:<10} {:<6} {:<7} {:>1}"
+    form += " {:>6} {:>7} {:>7} {:>8} {:>11} {:>5}  {}"
+    keys = ("model", "backend", "kv_dtype", "graphs", "experts", "cache", "last_layer", "size")
     heads = (
         "model",
         "backend",
@@ -562,6 +577,7 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
         "graphs",
         "experts",
         "cache",
+        "last",
         "P",
         "differ",
         "gap",
@@ -593,6 +609,7 @@ def select(args: argparse.Namespace) -> list[Case]:
                 (args.sizes, case.size),
                 (args.experts, case.experts),
                 (args.caches, case.cache),
+                (args.last_layers, case.last_layer),
             )
             if all(values is None or value in values for values, value in choices):
                 chosen |= {case, case.plain}
@@ -612,6 +629,7 @@ def parse_args() -> argparse.Namespace:
     only.add_argument("--sizes", nargs="+", type=int, help="P beside 1")
     only.add_argument("--experts", nargs="+", choices=EXPERTS)
     only.add_argument("--caches", nargs="+", choices=CACHES)
+    only.add_argument("--last-layers", nargs="+", choices=LAST_LAYERS)
     parser.add_argument("--jobs", type=int, default=4)
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument(

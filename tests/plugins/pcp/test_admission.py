@@ -370,6 +370,9 @@ CASES = {
     "fast prefill with shared KV caches": Case(
         "kv_sharing_fast_prefill=True", args={"kv_sharing_fast_prefill": True}
     ),
+    "last layers of other rows": Case(
+        "pcp_last_layer=first", args={"additional_config": {"pcp_last_layer": "first"}}
+    ),
     "KV exchanges of other names": Case(
         "pcp_kv_exchange=push", args={"additional_config": {"pcp_kv_exchange": "push"}}
     ),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.pcp.layout import PartitionPlan
+    from vllm.v1.worker.gpu.pcp.sampled_rows import SampledRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +23,12 @@ class StepState:
         is_partitioned: Ranks run different rows, ``L`` each. Otherwise all ranks run the same.
         plan: The rows of all ranks; None where each row is a request of its own: where all ranks
             run the same, and in runs of no requests.
+        sampled: This rank's rows that the last layer is wanted for; None for all of them.
     """
 
     is_partitioned: bool
     plan: PartitionPlan | None = None
+    sampled: SampledRows | None = None
 
 
 REPLICATED = StepState(is_partitioned=False)

@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from vllm.plugins.pcp.options import (
     EXPERT_PLACEMENTS,
     KV_EXCHANGES,
+    LAST_LAYERS,
     expert_placement,
     kv_exchange,
+    last_layer,
     replicates_experts,
 )
 from vllm.plugins.pcp.routing import EXECUTOR, WORKERS
@@ -402,6 +404,11 @@ def _unknown_exchange(config: VllmConfig) -> str | None:
     return None if exchange in KV_EXCHANGES else f"pcp_kv_exchange={exchange}"
 
 
+def _unknown_last_layer(config: VllmConfig) -> str | None:
+    rows = last_layer(config)
+    return None if rows in LAST_LAYERS else f"pcp_last_layer={rows}"
+
+
 def _peer_exchange(config: VllmConfig) -> str | None:
     """Find what else keeps ranks from writing to each other's cache, if they are to."""
     from vllm.platforms import current_platform
@@ -748,6 +755,13 @@ RULES: tuple[Rule, ...] = (
         _setting("cache_config.kv_sharing_fast_prefill"),
         "Model runner V2 lacks it",
         "Drop --kv-sharing-fast-prefill",
+    ),
+    Rule(
+        "last layers of other rows",
+        _unknown_last_layer,
+        "There are none",
+        f"Set pcp_last_layer in --additional-config to {' or '.join(LAST_LAYERS)}",
+        error=ValueError,
     ),
     Rule(
         "KV exchanges of other names",

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 KV_EXCHANGES = ("gather", "peer")
 # "pcp_experts": whether P x TP ranks share the experts of a layer, or TP ranks alone do.
 EXPERT_PLACEMENTS = ("sharded", "replicated")
+# "pcp_last_layer": which rows of a partitioned step it computes, apart from their KV.
+LAST_LAYERS = ("all", "sampled")
 
 
 def kv_exchange(vllm_config: VllmConfig) -> str:
@@ -29,6 +31,11 @@ def expert_placement(vllm_config: VllmConfig) -> str:
 def replicates_experts(vllm_config: VllmConfig) -> bool:
     """Say whether each PCP rank has all experts, or its TP rank's share of them."""
     return expert_placement(vllm_config) == "replicated"
+
+
+def last_layer(vllm_config: VllmConfig) -> str:
+    """Return one of ``LAST_LAYERS``, or what else was asked for."""
+    return _chosen(vllm_config, "pcp_last_layer", LAST_LAYERS)
 
 
 def _chosen(vllm_config: VllmConfig, name: str, values: Sequence[str]) -> str:

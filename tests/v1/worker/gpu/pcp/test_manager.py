@@ -191,6 +191,39 @@ def test_sampling_sees_the_rows_tokens_and_positions_of_the_global_batch(
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("name", BATCHES)
+def test_the_rows_that_are_sampled_from_can_come_alone(
+    ranks: Callable[[int], list[PCPManager]], monkeypatch: pytest.MonkeyPatch, name: str, size: int
+) -> None:
+    """Each is known by its place, its row, and how much of that row it does not see."""
+    managers, batch = ranks(size), make_batch(BATCHES[name])
+    steps = partition(managers, batch)
+    calls = []
+    for manager, step in zip(managers, steps, strict=True):
+        sampled, local = step.sampled, step.local_batch
+        hidden = run(step, manager)[sampled.send_idx.long()]
+        seen = local.seq_lens[sampled.row.long()] - sampled.num_behind
+        assert torch.equal(seen, (local.positions[sampled.send_idx.long()] + 1).to(seen.dtype))
+        (tables,), _ = manager.prepare_attn(step, (block_tables(batch),), slots(batch))
+        assert torch.equal(tables[sampled.row.long(), 0] // 100, hidden[:, 3])
+        sampled.is_partial = sampled.is_applied = True
+        calls.append(partial(manager.restore_for_sampling, step, hidden))
+    for hidden, batch_seen in gather_over(monkeypatch, calls):
+        at = batch_seen.logits_indices
+        assert torch.equal(hidden[at], expected(batch)[batch.logits_indices])
+
+
+def test_rows_that_were_left_out_are_not_taken_for_computed(
+    ranks: Callable[[int], list[PCPManager]],
+) -> None:
+    managers, batch = ranks(2), make_batch(BATCHES["mixed"])
+    (step, _) = partition(managers, batch)
+    step.sampled.is_partial = True
+    with pytest.raises(AssertionError, match="rows were left out that are read"):
+        managers[0].restore_for_sampling(step, run(step, managers[0]))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("name", BATCHES)
 def test_gathered_rows_write_each_slot_once(
     ranks: Callable[[int], list[PCPManager]], name: str, size: int
 ) -> None:

@@ -16,11 +16,11 @@ from torch.utils.hooks import RemovableHandle
 from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
 from vllm.compilation.counter import compilation_counter
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
-from vllm.distributed.pcp.step import get_step_state
+from vllm.distributed.pcp.step import REPLICATED, get_step_state, set_step_state
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.v1.attention.backends.pcp.mla.latent import PlannedPrefillMixin
 from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec
-from vllm.v1.worker.gpu.pcp import model_runner
+from vllm.v1.worker.gpu.pcp import last_piece, model_runner
 from vllm.v1.worker.gpu.pcp.graphs import PartitionGraphs
 from vllm.v1.worker.gpu.pcp.model_runner import PCPRunnerMixin, with_quant_mode
 
@@ -241,15 +241,30 @@ class Captured:
             compilation_counter.num_cudagraph_captured += 3
 
 
+@pytest.mark.parametrize("leaves_rows_out", [None, False, True])
 @pytest.mark.parametrize("is_compiled", [True, False])
 def test_graphs_of_partitioned_steps_are_captured_if_the_model_has_pieces(
-    runner: Any, monkeypatch: pytest.MonkeyPatch, is_compiled: bool
+    runner: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    is_compiled: bool,
+    leaves_rows_out: bool | None,
 ) -> None:
     """Rows that are padded for a graph that does not exist are computed for nothing."""
     graphs = runner.pcp.graphs = PartitionGraphs()
     runner.pcp.max_local_tokens = 150
+    if leaves_rows_out is not None:
+        runner.vllm_config.additional_config["pcp_last_layer"] = "sampled"
+    watched: list[list[int]] = []
+
+    def settle(num_rows: list[int]) -> bool | None:
+        watched.append(num_rows)
+        return leaves_rows_out
+
+    piece = SimpleNamespace(settle=settle)
+    monkeypatch.setattr(last_piece.LastPiece, "take_over", lambda: piece)
+    monkeypatch.setattr(model_runner, "get_layers_from_vllm_config", lambda *_: {})
     runner.model = model = Captured(graphs, is_compiled=is_compiled)
-    runner.device, runner.max_num_reqs, runner.vllm_config = torch.device("cpu"), 4, None
+    runner.device, runner.max_num_reqs = torch.device("cpu"), 4
     runner.model_state = SimpleNamespace(prepare_dummy_inputs=lambda *_: {})
     for name in ("graph_capture", "set_forward_context"):
         monkeypatch.setattr(model_runner, name, lambda *_, **__: nullcontext())
@@ -261,8 +276,32 @@ def test_graphs_of_partitioned_steps_are_captured_if_the_model_has_pieces(
     assert graphs.num_rows.tolist() == (sizes[::-1] if is_compiled else [])
     assert len(model.hooks) == is_compiled
     assert graphs.pad(7) == (64 if is_compiled else 7)
+    runs = [size for size, *_ in model.runs] if is_compiled else []
+    assert watched == ([] if leaves_rows_out is None else [runs])
+    assert runner._last_layer_samples == bool(leaves_rows_out)
     assert not get_step_state().is_partitioned
     assert graphs.replayed_rows is None
+
+
+@pytest.mark.parametrize("can", [False, True])
+@pytest.mark.parametrize("reads_all", [False, True])
+def test_rows_are_left_out_of_the_last_layer_if_nobody_reads_them(
+    runner: Any, monkeypatch: pytest.MonkeyPatch, can: bool, reads_all: bool
+) -> None:
+    sampled = object()
+    batch = SimpleNamespace(idx_mapping_np=np.array([1, 0]))
+    runner._pcp_step = SimpleNamespace(plan="plan", global_batch=batch, sampled=sampled)
+    runner._last_layer_samples = can
+    uses_prompt_logprobs = np.array([False, reads_all])
+    runner.prompt_logprobs_worker = SimpleNamespace(uses_prompt_logprobs=uses_prompt_logprobs)
+    runner.pcp.begin_exchange = lambda: None
+    runner.pcp.prepare_attn = lambda *_: "prepared"
+    monkeypatch.setattr(Stock, "prepare_attn", lambda *_: ((), None), raising=False)
+    try:
+        assert runner.prepare_attn(None) == "prepared"
+        assert get_step_state().sampled is (sampled if can and not reads_all else None)
+    finally:
+        set_step_state(REPLICATED)
 
 
 @pytest.mark.parametrize("has_manager", [True, False])

@@ -24,7 +24,8 @@ Shapes: D ranks share the cache, T = D / P of them for each rank of the PCP grou
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -36,6 +37,7 @@ from vllm.distributed.pcp.shard_collectives import (
     gather_shards,
     kv_shards,
 )
+from vllm.distributed.pcp.step import get_step_state
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import canonicalize_singleton_dim_strides, is_quantized_kv_cache
 from vllm.v1.attention.backend import AttentionType
@@ -56,9 +58,17 @@ from vllm.v1.attention.backends.pcp.merge_partials import merge_partials
 from vllm.v1.attention.backends.pcp.reshape_and_cache import ReshapeAndCacheMixin
 from vllm.v1.worker.workspace import current_workspace_manager
 
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.pcp.sampled_rows import SampledRows
+
 
 class PCPFlashAttentionImpl(ReshapeAndCacheMixin, FlashAttentionImpl):
     """Gathers K and V in the cache's dtype; with D > 1, attends to a cache that ranks share.
+
+    Attributes:
+        ran_last: The layer's that ran last in a run of no requests.
+        attends_sampled_rows: Whether nobody reads any other rows of a step that says which ones are
+            sampled from. Not with D > 1, or a quantised cache, for which queries may be, too.
 
     Raises:
         NotImplementedError: with D > 1, for attention that depends on positions, on keys of another
@@ -66,6 +76,8 @@ class PCPFlashAttentionImpl(ReshapeAndCacheMixin, FlashAttentionImpl):
     """
 
     shares_cache = True
+    ran_last: ClassVar[PCPFlashAttentionImpl | None] = None
+    attends_sampled_rows = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -145,6 +157,11 @@ class PCPFlashAttentionImpl(ReshapeAndCacheMixin, FlashAttentionImpl):
         cached tokens on the DCP group, and one of the query heads of replicated rows on the TP
         group if D spans it.
         """
+        if attn_metadata is None:
+            PCPFlashAttentionImpl.ran_last = self
+        elif self.attends_sampled_rows and (sampled := get_step_state().sampled) is not None:
+            self._attend_sampled(layer, query, key, value, kv_cache, attn_metadata, output, sampled)
+            return output
         if self.dcp_world_size == 1 or attn_metadata is None:
             return super().forward(
                 layer,
@@ -165,6 +182,39 @@ class PCPFlashAttentionImpl(ReshapeAndCacheMixin, FlashAttentionImpl):
         if attn_metadata.replicated is not None or attn_metadata.gathered is not None:
             self._attend_cached(layer, query, kv_cache, attn_metadata, output, lse)
         return output
+
+    def _attend_sampled(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+        output: torch.Tensor,
+        sampled: SampledRows,
+    ) -> None:
+        """Fill the sampled rows of ``output``, each as a decode of its own; leave the others."""
+        index = sampled.send_idx
+        num_rows = index.shape[0]
+        query_start_loc = torch.arange(num_rows + 1, dtype=torch.int32, device=index.device)
+        rows = dataclasses.replace(
+            metadata,
+            num_actual_tokens=num_rows,
+            max_query_len=1,
+            query_start_loc=query_start_loc,
+            seq_lens=metadata.seq_lens.index_select(0, sampled.row) - sampled.num_behind,
+            block_table=metadata.block_table.index_select(0, sampled.row),
+            use_cascade=False,
+            common_prefix_len=0,
+            scheduler_metadata=None,
+            prefix_scheduler_metadata=None,
+        )
+        picked = query.index_select(0, index)
+        attended = output.new_empty(num_rows, *output.shape[1:])
+        super().forward(layer, picked, key[:num_rows], value[:num_rows], kv_cache, rows, attended)
+        output.index_copy_(0, index.long(), attended)
+        sampled.is_partial = True
 
     def _attend_step(
         self,

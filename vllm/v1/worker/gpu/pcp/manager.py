@@ -28,6 +28,7 @@ from vllm.v1.worker.gpu.pcp.layout import (
     max_local_tokens,
     plan_partition,
 )
+from vllm.v1.worker.gpu.pcp.sampled_rows import SampledRows
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -71,6 +72,7 @@ class PCPStep:
         local_batch: The batch as run here.
         slot_idx: ``[P * L]`` int32 on the device, ``plan.slot_idx``.
         row_req: ``[W]`` int32 on the device, request of each local row.
+        sampled: The rows that logits are computed from.
     """
 
     plan: PartitionPlan
@@ -78,6 +80,7 @@ class PCPStep:
     local_batch: InputBatch
     slot_idx: torch.Tensor
     row_req: torch.Tensor
+    sampled: SampledRows
 
 
 class PCPManager:
@@ -215,7 +218,8 @@ class PCPManager:
             positions=positions,
         )
         self._count(plan)
-        return PCPStep(plan, batch, local_batch, slot_idx, row_req_device)
+        sampled = SampledRows(plan, logits_tokens(batch), rank, self.device)
+        return PCPStep(plan, batch, local_batch, slot_idx, row_req_device, sampled)
 
     def _pad(self, num_tokens: int) -> int:
         """Return the rows to run, for as many tokens of the fullest rank."""
@@ -276,7 +280,7 @@ class PCPManager:
 
         Args:
             step: The step.
-            hidden_states: ``[L, hidden_size]``, this rank's.
+            hidden_states: ``[L, hidden_size]``, this rank's, or those of ``step.sampled`` alone.
 
         Returns:
             ``[num_logits, hidden_size]`` in the order of the global batch's logits, and the global
@@ -284,11 +288,11 @@ class PCPManager:
 
         Collectives: one all_gather on the PCP group.
         """
-        plan = step.plan.plan_restore(logits_tokens(step.global_batch))
-        send_idx, recv_idx = copy_to_device(
-            plan.send_idx[self.pcp_rank], plan.recv_idx, device=self.device
-        )
-        rows = gather_rows(hidden_states.index_select(0, send_idx)).index_select(0, recv_idx)
+        sampled, recv_idx = step.sampled, step.sampled.recv_idx
+        if not sampled.is_applied:
+            assert not sampled.is_partial, "rows were left out that are read"
+            hidden_states = hidden_states.index_select(0, sampled.send_idx)
+        rows = gather_rows(hidden_states).index_select(0, recv_idx)
         # Everything that is read at ``logits_indices`` shrinks to those rows: the sampler seeds its
         # noise with the position, and looks up the token.
         batch = step.global_batch

@@ -23,12 +23,14 @@ from vllm.distributed.pcp.step import REPLICATED, StepState, set_step_state
 from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention, MLAAttention
-from vllm.plugins.pcp.options import kv_exchange
+from vllm.plugins.pcp.options import kv_exchange, last_layer
+from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backends.pcp import BACKENDS
 from vllm.v1.attention.backends.pcp.mla.latent import PlannedPrefillMixin
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec, get_kv_quant_mode
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.pcp.graphs import PartitionGraphs
+from vllm.v1.worker.gpu.pcp.last_piece import LastPiece
 from vllm.v1.worker.gpu.pcp.late_writes import LateSampler
 from vllm.v1.worker.gpu.pcp.manager import PCPManager, PCPStep
 from vllm.v1.worker.gpu.pcp.pooling import EmbeddingRunner
@@ -64,6 +66,7 @@ class PCPRunnerMixin(_RunnerBase):
     _partitions_step: bool = False
     _is_gather_warm_up: bool = False
     _last_start: torch.cuda.Event | None = None
+    _last_layer_samples: bool = False
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, then size the KV gather by its layers; take over what is built here."""
@@ -205,6 +208,7 @@ class PCPRunnerMixin(_RunnerBase):
         sizes = graphs.sizes(self.pcp.max_local_tokens)
         graphs.allocate(sizes[-1], self.device)
         hook = self.model.register_forward_pre_hook(graphs.before_forward)
+        last_piece = LastPiece.take_over() if last_layer(self.vllm_config) == "sampled" else None
         set_step_state(StepState(is_partitioned=True))
         with graph_capture(device=self.device):
             # The largest first: the others fit into its memory.
@@ -216,6 +220,8 @@ class PCPRunnerMixin(_RunnerBase):
                     break
             else:
                 graphs.num_rows = np.array(sizes)
+        if last_piece is not None:
+            self._leave_rows_out(last_piece, [n for n in graphs.num_rows[::-1] for _ in range(2)])
         set_step_state(REPLICATED)
         num_bytes = free_bytes - torch.accelerator.get_memory_info()[0]
         logger.info(
@@ -225,6 +231,35 @@ class PCPRunnerMixin(_RunnerBase):
             num_bytes / 2**30,
         )
         return num_bytes
+
+    def _leave_rows_out(self, last_piece: LastPiece, num_rows: list[int]) -> None:
+        """Leave rows out of the last layer from now on, if the model allows.
+
+        Args:
+            last_piece: What is behind its attention.
+            num_rows: Of the runs that it has watched.
+        """
+        self._last_layer_samples = last_piece.settle(num_rows)
+        if not self._last_layer_samples:
+            logger.warning(
+                "The last layer computes all rows (got pcp_last_layer=sampled): it does not show "
+                "which of this model's could be left out."
+            )
+            return
+        # Looks for FlashAttention as it is imported.
+        from vllm.v1.attention.backends.pcp.flash_attn import PCPFlashAttentionImpl
+
+        kinds: tuple[Any, ...] = (Attention, MLAAttention)
+        impls = [
+            layer.impl
+            for kind in kinds
+            for layer in get_layers_from_vllm_config(self.vllm_config, kind).values()
+        ]
+        last = PCPFlashAttentionImpl.ran_last
+        if last is not None and all(isinstance(impl, PCPFlashAttentionImpl) for impl in impls):
+            last.attends_sampled_rows = last.dcp_world_size == 1 and not is_quantized_kv_cache(
+                last.kv_cache_dtype
+            )
 
     def _capture_partition_graph(self, num_rows: int) -> None:
         graphs = self.pcp.graphs
@@ -378,7 +413,11 @@ class PCPRunnerMixin(_RunnerBase):
         step = self._pcp_step
         if step is None:
             return super().prepare_attn(input_batch)
-        set_step_state(StepState(is_partitioned=True, plan=step.plan))
+        leaves_rows_out = self._last_layer_samples and not self._needs_all_hidden_states(
+            step.global_batch
+        )
+        sampled = step.sampled if leaves_rows_out else None
+        set_step_state(StepState(is_partitioned=True, plan=step.plan, sampled=sampled))
         block_tables, slot_mappings = super().prepare_attn(step.global_batch)
         self.pcp.begin_exchange()
         return self.pcp.prepare_attn(step, block_tables, slot_mappings)

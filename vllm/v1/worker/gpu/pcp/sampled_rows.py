@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of a partitioned step that logits are computed from."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from vllm.v1.worker.gpu.pcp.copies import copy_to_device
+from vllm.v1.worker.gpu.pcp.layout import Int32Array, PartitionPlan
+
+
+class SampledRows:
+    """One rank's share of them; planned when first asked for, while the GPU is busy.
+
+    ``K`` is the most that one rank owns; ranks with fewer repeat their first row.
+
+    Args:
+        plan: The partition.
+        tokens: ``[n]`` int32, the global tokens that have logits, n > 0.
+        pcp_rank: Whose share.
+        device: Where indices go.
+
+    Attributes:
+        is_partial: Whether the last attention layer has filled these rows of its output alone.
+        is_applied: Whether the forward pass has returned these rows alone, ``[K, hidden_size]``.
+    """
+
+    def __init__(
+        self, plan: PartitionPlan, tokens: Int32Array, pcp_rank: int, device: torch.device
+    ) -> None:
+        self._plan, self._tokens, self._rank, self._device = plan, tokens, pcp_rank, device
+        self.is_partial = self.is_applied = False
+
+    @cached_property
+    def _indices(self) -> tuple[torch.Tensor, ...]:
+        restore = self._plan.plan_restore(self._tokens)
+        send_idx = restore.send_idx[self._rank]
+        query_start_loc = self._plan.query_start_loc(self._rank)
+        row = np.searchsorted(query_start_loc, send_idx, side="right").astype(np.int32) - 1
+        num_behind = query_start_loc[row + 1] - 1 - send_idx
+        return copy_to_device(send_idx, restore.recv_idx, row, num_behind, device=self._device)
+
+    @property
+    def send_idx(self) -> torch.Tensor:
+        """``[K]`` int32, this rank's tokens."""
+        return self._indices[0]
+
+    @property
+    def recv_idx(self) -> torch.Tensor:
+        """``[n]`` int32, where each token with logits is among the ``[P * K]`` of all ranks."""
+        return self._indices[1]
+
+    @property
+    def row(self) -> torch.Tensor:
+        """``[K]`` int32, the row of the local batch that each of ``send_idx`` is of."""
+        return self._indices[2]
+
+    @property
+    def num_behind(self) -> torch.Tensor:
+        """``[K]`` int32, how many tokens of that row come behind it."""
+        return self._indices[3]
