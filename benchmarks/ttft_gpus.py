@@ -280,6 +280,8 @@ def select(args: argparse.Namespace) -> dict[str, list[str]]:
                 is_asked_for = args.layouts is None or layout in args.layouts
                 step = f"{shape}/{layout}/{mode}"
                 is_asked_for &= not (args.one_gpu and environ(step))
+                # Where there are no graphs, nothing is left out.
+                is_asked_for &= mode == "graphs" or "pcp_last_layer" not in ranks.get(EXTRA, {})
                 if is_asked_for and (mode != EQUALITY or layout == ONE or PCP in ranks):
                     steps[step] = tasks_of(args, step)
     return steps

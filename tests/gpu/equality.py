@@ -512,12 +512,14 @@ def judge(cases: list[Case], folder: Path) -> list[dict[str, Any]]:
                 "error_alone": max(errors[case][len(TOGETHER) :]),
                 "mean_error": mean(errors[case]),
                 "partitioned_steps": stats["num_partitioned_steps"] if stats else 0,
+                "sampled_steps": stats["num_sampled_steps"] if stats else 0,
                 "verdict": "reference",
             }
         if case.size > 1 and case in runs and case.plain in runs:
             row |= differences(runs[case], runs[case.plain])
             is_ok = is_as_good(case, errors[case], errors[case.plain])
             is_ok &= row["partitioned_steps"] > 0 and row["cached"] and not row["syncs"]
+            is_ok &= (row["sampled_steps"] > 0) == (case.last_layer == "sampled")
             is_ok &= row.get("same_choice_first_layer", 1.0) >= MIN_SAME_CHOICE
             row["verdict"] = "ok" if is_ok else "FAILED"
         rows.append(row)

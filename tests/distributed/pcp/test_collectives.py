@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from vllm.distributed.pcp import collectives
 
@@ -46,6 +47,21 @@ class Nccl:
         assert all(tensor.is_contiguous() for tensor in tensors), name
         self.calls.append(name)
         self.streams.append(stream)
+
+
+@pytest.mark.parametrize("others", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+def test_all_ranks_do_or_none(monkeypatch: pytest.MonkeyPatch, own: bool, others: bool) -> None:
+    world: Any = SimpleNamespace(cpu_group=object())
+
+    def all_reduce(answer: torch.Tensor, operation: Any, group: object) -> None:
+        assert operation == dist.ReduceOp.MIN
+        assert group is world.cpu_group
+        answer.clamp_(max=int(others))
+
+    monkeypatch.setattr(collectives, "get_world_group", lambda: world)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    assert collectives.do_all_ranks(own) == (own and others)
 
 
 @pytest.fixture

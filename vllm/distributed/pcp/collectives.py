@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives over the PCP group that return a tensor of their own.
+"""Collectives over the PCP group that return a tensor of their own, and one over all ranks.
 
 Once a step those of hidden rows and of sampled tokens, once a layer those of the experts. Shapes
 that enter a collective come from the global batch, so that all ranks agree on them. On GPUs they
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
 from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
-from vllm.distributed.parallel_state import GroupCoordinator, get_pcp_group
+from vllm.distributed.parallel_state import GroupCoordinator, get_pcp_group, get_world_group
 from vllm.distributed.pcp.side_stream import SideStream
 
 
@@ -24,6 +24,16 @@ def pynccl_communicator(group: GroupCoordinator) -> PyNcclCommunicator | None:
         return None
     pynccl = communicator.pynccl_comm
     return None if pynccl is None or pynccl.disabled else pynccl
+
+
+def do_all_ranks(is_so: bool) -> bool:
+    """Return whether all P x TP ranks say so; at start-up.
+
+    Collectives: one all_reduce on the CPU group of all ranks.
+    """
+    answer = torch.tensor(int(is_so))
+    dist.all_reduce(answer, dist.ReduceOp.MIN, group=get_world_group().cpu_group)
+    return bool(answer)
 
 
 def gather_rows(rows: torch.Tensor) -> torch.Tensor:

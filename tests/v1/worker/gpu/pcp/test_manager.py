@@ -210,6 +210,8 @@ def test_the_rows_that_are_sampled_from_can_come_alone(
     for hidden, batch_seen in gather_over(monkeypatch, calls):
         at = batch_seen.logits_indices
         assert torch.equal(hidden[at], expected(batch)[batch.logits_indices])
+    # Each is called twice here.
+    assert {manager.snapshot()["num_sampled_steps"] for manager in managers} == {2}
 
 
 def test_rows_that_were_left_out_are_not_taken_for_computed(

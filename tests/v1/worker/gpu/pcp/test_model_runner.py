@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -13,15 +14,18 @@ import pytest
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from tests.v1.worker.gpu.pcp.test_last_piece import Piece, arguments, wrap
 from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
 from vllm.compilation.counter import compilation_counter
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.distributed.pcp.step import REPLICATED, get_step_state, set_step_state
 from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.v1.attention.backends.pcp.flash_attn import PCPFlashAttentionImpl
 from vllm.v1.attention.backends.pcp.mla.latent import PlannedPrefillMixin
 from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec
-from vllm.v1.worker.gpu.pcp import last_piece, model_runner
+from vllm.v1.worker.gpu.pcp import model_runner
 from vllm.v1.worker.gpu.pcp.graphs import PartitionGraphs
+from vllm.v1.worker.gpu.pcp.last_piece import LastPiece
 from vllm.v1.worker.gpu.pcp.model_runner import PCPRunnerMixin, with_quant_mode
 
 P = 2
@@ -223,6 +227,9 @@ def test_prefills_of_mla_are_compiled_before_they_are_watched(runner: Any) -> No
 class Captured:
     """A model for CUDA graphs to be made of: notes what runs, and counts as vLLM does."""
 
+    last_piece: Any
+    arguments: Callable[[int], list[Any]]
+
     def __init__(self, graphs: PartitionGraphs, *, is_compiled: bool) -> None:
         self.graphs, self.is_compiled = graphs, is_compiled
         self.runs: list[tuple[int, int | None, bool]] = []
@@ -237,6 +244,7 @@ class Captured:
         assert input_ids.shape == positions.shape
         replayed_rows = self.graphs.replayed_rows
         self.runs.append((len(input_ids), replayed_rows, get_step_state().is_partitioned))
+        self.last_piece(*self.arguments(len(input_ids)))
         if replayed_rows and self.is_compiled:
             compilation_counter.num_cudagraph_captured += 3
 
@@ -254,16 +262,11 @@ def test_graphs_of_partitioned_steps_are_captured_if_the_model_has_pieces(
     runner.pcp.max_local_tokens = 150
     if leaves_rows_out is not None:
         runner.vllm_config.additional_config["pcp_last_layer"] = "sampled"
-    watched: list[list[int]] = []
-
-    def settle(num_rows: list[int]) -> bool | None:
-        watched.append(num_rows)
-        return leaves_rows_out
-
-    piece = SimpleNamespace(settle=settle)
-    monkeypatch.setattr(last_piece.LastPiece, "take_over", lambda: piece)
+    monkeypatch.setattr(model_runner, "do_all_ranks", lambda is_so: is_so)
     monkeypatch.setattr(model_runner, "get_layers_from_vllm_config", lambda *_: {})
     runner.model = model = Captured(graphs, is_compiled=is_compiled)
+    model.last_piece = wrapper = wrap(Piece(lambda *args: args), monkeypatch)
+    model.arguments = arguments if leaves_rows_out else lambda n: [*arguments(n), n + 1]
     runner.device, runner.max_num_reqs = torch.device("cpu"), 4
     runner.model_state = SimpleNamespace(prepare_dummy_inputs=lambda *_: {})
     for name in ("graph_capture", "set_forward_context"):
@@ -276,11 +279,47 @@ def test_graphs_of_partitioned_steps_are_captured_if_the_model_has_pieces(
     assert graphs.num_rows.tolist() == (sizes[::-1] if is_compiled else [])
     assert len(model.hooks) == is_compiled
     assert graphs.pad(7) == (64 if is_compiled else 7)
-    runs = [size for size, *_ in model.runs] if is_compiled else []
-    assert watched == ([] if leaves_rows_out is None else [runs])
-    assert runner._last_layer_samples == bool(leaves_rows_out)
+    is_taken = bool(leaves_rows_out) and is_compiled
+    assert runner._last_layer_samples == is_taken
+    assert type(wrapper) is (LastPiece if is_taken else CUDAGraphWrapper)
     assert not get_step_state().is_partitioned
     assert graphs.replayed_rows is None
+
+
+def flash_attention(**changes: Any) -> Any:
+    """Return an implementation of a layer that has no more than what is asked of it."""
+    impl: Any = object.__new__(PCPFlashAttentionImpl)
+    vars(impl).update({"dcp_world_size": 1, "kv_cache_dtype": "auto"} | changes)
+    return impl
+
+
+LAST_LAYERS: dict[str, tuple[list[Any], bool, bool]] = {
+    "all alike": ([flash_attention(), flash_attention()], True, True),
+    "another rank cannot": ([flash_attention(), flash_attention()], False, False),
+    "a shared cache": ([flash_attention(), flash_attention(dcp_world_size=2)], True, False),
+    "a quantised cache": ([flash_attention(), flash_attention(kv_cache_dtype="fp8")], True, False),
+    "another backend": ([object(), flash_attention()], True, False),
+}
+
+
+@pytest.mark.parametrize("name", [*LAST_LAYERS, "of another model"])
+def test_attention_leaves_rows_out_where_that_is_safe(
+    runner: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    impls, all_can, attends = LAST_LAYERS.get(name, ([flash_attention()], True, False))
+    last = impls[-1] if name in LAST_LAYERS else flash_attention()
+    layers = {str(i): SimpleNamespace(impl=impl) for i, impl in enumerate(impls)}
+    monkeypatch.setattr(
+        model_runner,
+        "get_layers_from_vllm_config",
+        lambda _, kind: layers if kind is Attention else {},
+    )
+    monkeypatch.setattr(PCPFlashAttentionImpl, "ran_last", last)
+    monkeypatch.setattr(model_runner, "do_all_ranks", lambda is_so: is_so and all_can)
+    runner._leave_rows_out(SimpleNamespace(settle=lambda _: True), [2, 2, 1, 1])
+    assert runner._last_layer_samples == all_can
+    assert last.attends_sampled_rows == attends
+    assert not any(getattr(impl, "attends_sampled_rows", False) for impl in impls[:-1])
 
 
 @pytest.mark.parametrize("can", [False, True])

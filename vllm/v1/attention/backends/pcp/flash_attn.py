@@ -145,7 +145,8 @@ class PCPFlashAttentionImpl(ReshapeAndCacheMixin, FlashAttentionImpl):
             kv_cache: ``[num_blocks, 2, block_size, num_kv_heads, head_size]``; holds this step's
                 keys and values.
             attn_metadata: The builder's, or None in a profiling run.
-            output: ``[num_tokens, H, head_size]``, to fill; padding stays as it is.
+            output: ``[num_tokens, H, head_size]``, to fill; padding stays as it is, and so do rows
+                that nobody reads (``attends_sampled_rows``).
             output_scale: None.
             output_block_scale: None.
 
@@ -212,7 +213,8 @@ class PCPFlashAttentionImpl(ReshapeAndCacheMixin, FlashAttentionImpl):
         )
         picked = query.index_select(0, index)
         attended = output.new_empty(num_rows, *output.shape[1:])
-        super().forward(layer, picked, key[:num_rows], value[:num_rows], kv_cache, rows, attended)
+        # What decodes attend to is in the cache.
+        super().forward(layer, picked, key, value, kv_cache, rows, attended)
         output.index_copy_(0, index.long(), attended)
         sampled.is_partial = True
 

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
-from vllm.compilation.piecewise_backend import PiecewiseBackend
 from vllm.distributed.pcp.step import get_step_state
 
 # What an argument is: rows, a number of rows, or neither.
@@ -67,7 +66,7 @@ class LastPiece(CUDAGraphWrapper):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the piece on its arguments or, in a step that says so, on the sampled rows of them.
 
-        Collectives: those of a layer of experts.
+        Collectives: those of the layer, as ever, of fewer rows.
         """
         sampled = get_step_state().sampled
         if self._kinds is None:
@@ -90,6 +89,9 @@ class LastPiece(CUDAGraphWrapper):
 
 
 def _is_last_piece(runnable: object) -> bool:
+    # Imports all of vLLM's compiler passes.
+    from vllm.compilation.piecewise_backend import PiecewiseBackend
+
     return (
         isinstance(runnable, PiecewiseBackend)
         and runnable.is_last_graph
@@ -114,7 +116,9 @@ def _kinds(calls: list[tuple[Any, ...]], num_rows: list[int]) -> list[str]:
     for values in zip(*calls, strict=True):
         if all(value == values[0] for value in values):
             kinds.append(FIXED)
-        elif all(value == n for value, n in zip(values, num_rows, strict=True)):
+        elif all(
+            isinstance(value, int) and value == n for value, n in zip(values, num_rows, strict=True)
+        ):
             kinds.append(NUM_ROWS)
         elif (
             all(

@@ -7,6 +7,7 @@ import dataclasses
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -50,6 +51,7 @@ class PCPStats:
         num_local_tokens: Tokens that this rank computed.
         num_padding_tokens: Rows that this rank ran only to be as long as the longest rank, or as a
             CUDA graph.
+        num_sampled_steps: Steps whose last layer computed the rows that are sampled from alone.
         num_gathered_bytes: Bytes of KV rows gathered, or copied to other ranks, each row once, all
             layers, padding included.
     """
@@ -59,6 +61,7 @@ class PCPStats:
     num_scheduled_tokens: int = 0
     num_local_tokens: int = 0
     num_padding_tokens: int = 0
+    num_sampled_steps: int = 0
     num_gathered_bytes: int = 0
 
 
@@ -218,7 +221,7 @@ class PCPManager:
             positions=positions,
         )
         self._count(plan)
-        sampled = SampledRows(plan, logits_tokens(batch), rank, self.device)
+        sampled = SampledRows(plan, partial(logits_tokens, batch), rank, self.device)
         return PCPStep(plan, batch, local_batch, slot_idx, row_req_device, sampled)
 
     def _pad(self, num_tokens: int) -> int:
@@ -292,7 +295,8 @@ class PCPManager:
         if not sampled.is_applied:
             assert not sampled.is_partial, "rows were left out that are read"
             hidden_states = hidden_states.index_select(0, sampled.send_idx)
-        rows = gather_rows(hidden_states).index_select(0, recv_idx)
+        self.stats.num_sampled_steps += sampled.is_applied
+        rows = gather_rows(hidden_states.contiguous()).index_select(0, recv_idx)
         # Everything that is read at ``logits_indices`` shrinks to those rows: the sampler seeds its
         # noise with the position, and looks up the token.
         batch = step.global_batch

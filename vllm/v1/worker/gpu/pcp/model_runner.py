@@ -16,7 +16,11 @@ from vllm.compilation.counter import compilation_counter
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import get_layers_from_vllm_config
 from vllm.distributed.parallel_state import get_dcp_group, graph_capture
-from vllm.distributed.pcp.collectives import broadcast_from_first_rank, gather_rows
+from vllm.distributed.pcp.collectives import (
+    broadcast_from_first_rank,
+    do_all_ranks,
+    gather_rows,
+)
 from vllm.distributed.pcp.peer_caches import close_peer_caches
 from vllm.distributed.pcp.shard_collectives import exchange_blocks, gather_shards
 from vllm.distributed.pcp.step import REPLICATED, StepState, set_step_state
@@ -193,7 +197,7 @@ class PCPRunnerMixin(_RunnerBase):
         Returns:
             Bytes that the graphs take.
 
-        Collectives: those of the layers of experts.
+        Collectives: those of the layers of experts, and of ``_leave_rows_out``.
         """
         num_bytes: int = super().capture_model()
         assert self.cudagraph_manager is not None
@@ -208,7 +212,8 @@ class PCPRunnerMixin(_RunnerBase):
         sizes = graphs.sizes(self.pcp.max_local_tokens)
         graphs.allocate(sizes[-1], self.device)
         hook = self.model.register_forward_pre_hook(graphs.before_forward)
-        last_piece = LastPiece.take_over() if last_layer(self.vllm_config) == "sampled" else None
+        is_wanted = last_layer(self.vllm_config) == "sampled"
+        last_piece = LastPiece.take_over() if is_wanted else None
         set_step_state(StepState(is_partitioned=True))
         with graph_capture(device=self.device):
             # The largest first: the others fit into its memory.
@@ -220,8 +225,9 @@ class PCPRunnerMixin(_RunnerBase):
                     break
             else:
                 graphs.num_rows = np.array(sizes)
-        if last_piece is not None:
-            self._leave_rows_out(last_piece, [n for n in graphs.num_rows[::-1] for _ in range(2)])
+        if is_wanted:
+            captured = reversed(graphs.num_rows.tolist())
+            self._leave_rows_out(last_piece, [n for n in captured for _ in range(2)])
         set_step_state(REPLICATED)
         num_bytes = free_bytes - torch.accelerator.get_memory_info()[0]
         logger.info(
@@ -232,19 +238,18 @@ class PCPRunnerMixin(_RunnerBase):
         )
         return num_bytes
 
-    def _leave_rows_out(self, last_piece: LastPiece, num_rows: list[int]) -> None:
-        """Leave rows out of the last layer from now on, if the model allows.
+    def _leave_rows_out(self, last_piece: LastPiece | None, num_rows: list[int]) -> None:
+        """Leave rows out of the last layer from now on, if the model allows, on all ranks.
 
         Args:
             last_piece: What is behind its attention.
             num_rows: Of the runs that it has watched.
+
+        Collectives: that of ``do_all_ranks``.
         """
-        self._last_layer_samples = last_piece.settle(num_rows)
+        can = last_piece is not None and last_piece.settle(num_rows)
+        self._last_layer_samples = do_all_ranks(can)
         if not self._last_layer_samples:
-            logger.warning(
-                "The last layer computes all rows (got pcp_last_layer=sampled): it does not show "
-                "which of this model's could be left out."
-            )
             return
         # Looks for FlashAttention as it is imported.
         from vllm.v1.attention.backends.pcp.flash_attn import PCPFlashAttentionImpl
@@ -256,10 +261,17 @@ class PCPRunnerMixin(_RunnerBase):
             for layer in get_layers_from_vllm_config(self.vllm_config, kind).values()
         ]
         last = PCPFlashAttentionImpl.ran_last
-        if last is not None and all(isinstance(impl, PCPFlashAttentionImpl) for impl in impls):
+        if last in impls and all(isinstance(impl, PCPFlashAttentionImpl) for impl in impls):
+            assert last is not None
             last.attends_sampled_rows = last.dcp_world_size == 1 and not is_quantized_kv_cache(
                 last.kv_cache_dtype
             )
+        logger.info(
+            "The last layer of partitioned steps computes the rows that are sampled from, %s.",
+            "attention included"
+            if last is not None and last.attends_sampled_rows
+            else "apart from attention",
+        )
 
     def _capture_partition_graph(self, num_rows: int) -> None:
         graphs = self.pcp.graphs
@@ -297,6 +309,12 @@ class PCPRunnerMixin(_RunnerBase):
             rows = torch.zeros(self.dcp_size, 16, dtype=torch.uint8, device=self.device)
             gather_shards(rows, self.pcp.shards.own_rows(rows))
         self.pcp.reset_stats()
+        if last_layer(self.vllm_config) == "sampled" and not self._last_layer_samples:
+            logger.warning(
+                "The last layer computes all rows (got pcp_last_layer=sampled): vLLM compiles no "
+                "piece of this model that is replayed in CUDA graphs and that shows which rows it "
+                "could leave out."
+            )
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Add requests, and note which embeddings are not to be normalised."""

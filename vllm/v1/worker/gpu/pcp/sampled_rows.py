@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 
 import numpy as np
@@ -19,7 +20,7 @@ class SampledRows:
 
     Args:
         plan: The partition.
-        tokens: ``[n]`` int32, the global tokens that have logits, n > 0.
+        tokens: Returns ``[n]`` int32, the global tokens that have logits, n > 0.
         pcp_rank: Whose share.
         device: Where indices go.
 
@@ -29,14 +30,18 @@ class SampledRows:
     """
 
     def __init__(
-        self, plan: PartitionPlan, tokens: Int32Array, pcp_rank: int, device: torch.device
+        self,
+        plan: PartitionPlan,
+        tokens: Callable[[], Int32Array],
+        pcp_rank: int,
+        device: torch.device,
     ) -> None:
         self._plan, self._tokens, self._rank, self._device = plan, tokens, pcp_rank, device
         self.is_partial = self.is_applied = False
 
     @cached_property
     def _indices(self) -> tuple[torch.Tensor, ...]:
-        restore = self._plan.plan_restore(self._tokens)
+        restore = self._plan.plan_restore(self._tokens())
         send_idx = restore.send_idx[self._rank]
         query_start_loc = self._plan.query_start_loc(self._rank)
         row = np.searchsorted(query_start_loc, send_idx, side="right").astype(np.int32) - 1
