@@ -276,9 +276,6 @@ CASES = {
     "experts that the ranks cannot share evenly": Case(
         "moe_intermediate_size=129 on 2 ranks", model={**MOE, "moe_intermediate_size": 129}
     ),
-    "placements of experts of other names": Case(
-        "pcp_experts=mirrored", model=MOE, args={"additional_config": {"pcp_experts": "mirrored"}}
-    ),
     "replicated experts with expert parallelism, or of GPT-OSS": Case(
         "pcp_experts=replicated with enable_expert_parallel=True",
         model=MOE,
@@ -370,11 +367,16 @@ CASES = {
     "fast prefill with shared KV caches": Case(
         "kv_sharing_fast_prefill=True", args={"kv_sharing_fast_prefill": True}
     ),
-    "last layers of other rows": Case(
-        "pcp_last_layer=first", args={"additional_config": {"pcp_last_layer": "first"}}
-    ),
-    "KV exchanges of other names": Case(
-        "pcp_kv_exchange=push", args={"additional_config": {"pcp_kv_exchange": "push"}}
+    "options of other names or values": Case(
+        "pcp_kv_exchange=push, pcp_expert=replicated",
+        args={
+            "additional_config": {
+                "pcp_kv_exchange": "push",
+                "pcp_expert": "replicated",
+                "pcp_last_layer": "all",
+                "of_another_plugin": 1,
+            }
+        },
     ),
     "copies between KV caches with sparse MLA, shared or offloaded caches, or off CUDA": Case(
         "pcp_kv_exchange=peer with a platform other than CUDA, "

@@ -2,8 +2,8 @@
 """What layers may know of the step that is running, beside its tensors.
 
 Set by the runner ahead of the forward pass, the same on every rank but for ``sampled``, of which
-each has as many. Layers read it when they run,
-never when they are built or traced: a step's kind is not a constant.
+each has as many. Layers read it when they run, never when they are built or traced: a step's kind
+is not a constant.
 """
 
 from __future__ import annotations

@@ -18,13 +18,10 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from vllm.plugins.pcp.options import (
-    EXPERT_PLACEMENTS,
-    KV_EXCHANGES,
-    LAST_LAYERS,
-    expert_placement,
-    kv_exchange,
-    last_layer,
+    OPTIONS,
+    copies_to_peers,
     replicates_experts,
+    unknown_options,
 )
 from vllm.plugins.pcp.routing import EXECUTOR, WORKERS
 from vllm.v1.attention.backends.pcp import BACKENDS, DCP_BACKENDS
@@ -115,6 +112,12 @@ def validate_config(vllm_config: VllmConfig) -> None:
     is_senseless = any(rule.error is ValueError for rule, _ in refused)
     error = ValueError if is_senseless else NotImplementedError
     raise error("\n".join(rule.sentence(received) for rule, received in refused))
+
+
+def refusal(feature: str, received: str) -> str:
+    """Return what the user reads when ``received`` shows later than in the configuration."""
+    (rule,) = (rule for rule in RULES if rule.feature == feature)
+    return rule.sentence(received)
 
 
 def refusal_table() -> str:
@@ -331,11 +334,6 @@ def _is_gpt_oss(config: VllmConfig) -> bool:
     return bool(_hf_value(config, "model_type") == "gpt_oss")
 
 
-def _unknown_placement(config: VllmConfig) -> str | None:
-    placement = expert_placement(config)
-    return None if placement in EXPERT_PLACEMENTS else f"pcp_experts={placement}"
-
-
 def _cannot_replicate(config: VllmConfig) -> str | None:
     """Find what shards experts over P x TP ranks, if each is to have them all."""
     if not replicates_experts(config):
@@ -399,21 +397,16 @@ def _kv_connector(config: VllmConfig) -> str | None:
     return f"kv_connector={transfer.kv_connector}"
 
 
-def _unknown_exchange(config: VllmConfig) -> str | None:
-    exchange = kv_exchange(config)
-    return None if exchange in KV_EXCHANGES else f"pcp_kv_exchange={exchange}"
-
-
-def _unknown_last_layer(config: VllmConfig) -> str | None:
-    rows = last_layer(config)
-    return None if rows in LAST_LAYERS else f"pcp_last_layer={rows}"
+def _unknown_options(config: VllmConfig) -> str | None:
+    unknown = unknown_options(config)
+    return ", ".join(f"{name}={value}" for name, value in unknown.items()) or None
 
 
 def _peer_exchange(config: VllmConfig) -> str | None:
     """Find what else keeps ranks from writing to each other's cache, if they are to."""
     from vllm.platforms import current_platform
 
-    if kv_exchange(config) != "peer":
+    if not copies_to_peers(config):
         return None
     dcp_size = config.parallel_config.decode_context_parallel_size
     obstacles = {
@@ -616,13 +609,6 @@ RULES: tuple[Rule, ...] = (
         error=ValueError,
     ),
     Rule(
-        "placements of experts of other names",
-        _unknown_placement,
-        "There are none",
-        f"Set pcp_experts in --additional-config to {' or '.join(EXPERT_PLACEMENTS)}",
-        error=ValueError,
-    ),
-    Rule(
         "replicated experts with expert parallelism, or of GPT-OSS",
         _cannot_replicate,
         "Expert parallelism shards what is to be replicated; the loader of GPT-OSS shards it, too",
@@ -757,17 +743,11 @@ RULES: tuple[Rule, ...] = (
         "Drop --kv-sharing-fast-prefill",
     ),
     Rule(
-        "last layers of other rows",
-        _unknown_last_layer,
+        "options of other names or values",
+        _unknown_options,
         "There are none",
-        f"Set pcp_last_layer in --additional-config to {' or '.join(LAST_LAYERS)}",
-        error=ValueError,
-    ),
-    Rule(
-        "KV exchanges of other names",
-        _unknown_exchange,
-        "There are none",
-        f"Set pcp_kv_exchange in --additional-config to {' or '.join(KV_EXCHANGES)}",
+        "Drop them from --additional-config, or set "
+        + ", ".join(f"{name} to {' or '.join(values)}" for name, values in OPTIONS.items()),
         error=ValueError,
     ),
     Rule(

@@ -3,42 +3,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# Values of each option; the first one is the default.
-# "pcp_kv_exchange": how a partitioned step brings new KV to all ranks.
-KV_EXCHANGES = ("gather", "peer")
-# "pcp_experts": whether P x TP ranks share the experts of a layer, or TP ranks alone do.
-EXPERT_PLACEMENTS = ("sharded", "replicated")
-# "pcp_last_layer": which rows of a partitioned step it computes, apart from their KV.
-LAST_LAYERS = ("all", "sampled")
+KV_EXCHANGE, EXPERTS, LAST_LAYER = "pcp_kv_exchange", "pcp_experts", "pcp_last_layer"
+# Values of each option, the default first: how a partitioned step brings new KV to all ranks,
+# whether P x TP ranks share the experts of a layer or TP ranks alone do, and which rows of a
+# partitioned step the last layer computes, apart from their KV.
+OPTIONS = {
+    KV_EXCHANGE: ("gather", "peer"),
+    EXPERTS: ("sharded", "replicated"),
+    LAST_LAYER: ("all", "sampled"),
+}
+_PREFIX = "pcp_"
 
 
-def kv_exchange(vllm_config: VllmConfig) -> str:
-    """Return one of ``KV_EXCHANGES``, or what else was asked for."""
-    return _chosen(vllm_config, "pcp_kv_exchange", KV_EXCHANGES)
-
-
-def expert_placement(vllm_config: VllmConfig) -> str:
-    """Return one of ``EXPERT_PLACEMENTS``, or what else was asked for."""
-    return _chosen(vllm_config, "pcp_experts", EXPERT_PLACEMENTS)
+def copies_to_peers(vllm_config: VllmConfig) -> bool:
+    """Say whether ranks write to each other's KV cache, instead of gathering."""
+    return _chosen(vllm_config).get(KV_EXCHANGE) == "peer"
 
 
 def replicates_experts(vllm_config: VllmConfig) -> bool:
     """Say whether each PCP rank has all experts, or its TP rank's share of them."""
-    return expert_placement(vllm_config) == "replicated"
+    return _chosen(vllm_config).get(EXPERTS) == "replicated"
 
 
-def last_layer(vllm_config: VllmConfig) -> str:
-    """Return one of ``LAST_LAYERS``, or what else was asked for."""
-    return _chosen(vllm_config, "pcp_last_layer", LAST_LAYERS)
+def samples_last_layer(vllm_config: VllmConfig) -> bool:
+    """Say whether the last layer may leave out the rows that are not sampled from."""
+    return _chosen(vllm_config).get(LAST_LAYER) == "sampled"
 
 
-def _chosen(vllm_config: VllmConfig, name: str, values: Sequence[str]) -> str:
-    options = vllm_config.additional_config
-    chosen = options.get(name) if isinstance(options, dict) else None
-    return values[0] if chosen is None else str(chosen)
+def unknown_options(vllm_config: VllmConfig) -> dict[str, object]:
+    """Return the options that there are not, or that have another value."""
+    return {
+        name: value
+        for name, value in _chosen(vllm_config).items()
+        if value not in OPTIONS.get(name, ())
+    }
+
+
+def _chosen(vllm_config: VllmConfig) -> dict[str, object]:
+    config = vllm_config.additional_config
+    options = config if isinstance(config, dict) else {}
+    return {name: value for name, value in options.items() if name.startswith(_PREFIX)}

@@ -55,7 +55,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     },
     "experts chosen by token id": {"hash_indices_table": torch.zeros(10, 2, dtype=torch.int32)},
     "experts that are loaded as if TP ranks alone shared them": {"routed_experts_cls": OwnExperts},
-    "data or sequence parallelism of experts": {"dp_size": 2},
+    "data parallelism": {"dp_size": 2},
 }
 
 # Layers that are also run with kernels of GPUs' kind.

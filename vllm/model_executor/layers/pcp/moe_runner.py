@@ -42,12 +42,6 @@ from vllm.v1.worker.gpu.pcp.layout import max_local_tokens
 # Half of so many rows still fill a GPU.
 MIN_OVERLAPPED_ROWS = 1024
 
-_LOADED_AS_OF_TP = "experts that are loaded as if TP ranks alone shared them"
-_WAYS_OUT = {
-    _LOADED_AS_OF_TP: "Set pcp_experts in --additional-config to replicated, without "
-    "--enable-expert-parallel"
-}
-
 
 class ChosenExperts:
     """Stands in for a router where its choice has been made.
@@ -81,13 +75,11 @@ class PCPMoERunner(MoERunner):
         assert config.pcp_size == get_pcp_group().world_size
         for feature, is_used in self._refused().items():
             if is_used:
-                raise NotImplementedError(
-                    f"Prefill context parallelism does not support {feature} (got "
-                    f"{self.layer_name}: {type(self.router).__name__}, "
-                    f"{type(self.routed_experts).__name__}, {type(self._quant_method).__name__}). "
-                    f"{_WAYS_OUT.get(feature, 'Do without')}, or set "
-                    "--prefill-context-parallel-size 1."
-                )
+                from vllm.plugins.pcp.admission import refusal
+
+                parts = (self.router, self.routed_experts, self._quant_method)
+                kinds = ", ".join(type(part).__name__ for part in parts)
+                raise NotImplementedError(refusal(feature, f"{self.layer_name}: {kinds}"))
         self._side = side_stream(get_pcp_group().device)
         self._chosen: ChosenExperts | None = None
         # Where collectives run beside shared experts, the rows of the second half.
@@ -106,12 +98,12 @@ class PCPMoERunner(MoERunner):
             isinstance(router, FusedTopKBiasRouter) and router._hash_indices_table is not None
         )
         return {
-            "data or sequence parallelism of experts": parallel.dp_size * parallel.sp_size > 1,
+            "data parallelism": parallel.dp_size * parallel.sp_size > 1,
             "expert parallelism load balancing": parallel.enable_eplb,
             "zero experts": isinstance(router, ZeroExpertRouter),
             "experts chosen by token id": takes_token_ids,
             "leaving padding out of experts": envs.VLLM_MOE_SKIP_PADDING,
-            _LOADED_AS_OF_TP: (
+            "experts that are loaded as if TP ranks alone shared them": (
                 type(self.routed_experts) is not RoutedExperts
                 or isinstance(method, BitsAndBytesMoEMethod | MoeWNA16Method)
             ),

@@ -97,10 +97,10 @@ def test_sampled_rows_are_those_of_the_whole(
     index = torch.tensor(tokens)
     starts = offsets(ROW_LENS)
     row = torch.searchsorted(starts, index, right=True) - 1
+    num_behind = starts[row + 1] - 1 - index
     sampled = SimpleNamespace(
         send_idx=index.to(DEVICE, torch.int32),
-        row=row.to(DEVICE, torch.int32),
-        num_behind=(starts[row + 1] - 1 - index).to(DEVICE, torch.int32),
+        rows=lambda: (row.to(DEVICE, torch.int32), num_behind.to(DEVICE, torch.int32)),
         is_partial=False,
     )
     assert torch.equal(attend(impl, sampled), whole), "another layer's rows are all read"

@@ -201,10 +201,11 @@ def test_the_rows_that_are_sampled_from_can_come_alone(
     for manager, step in zip(managers, steps, strict=True):
         sampled, local = step.sampled, step.local_batch
         hidden = run(step, manager)[sampled.send_idx.long()]
-        seen = local.seq_lens[sampled.row.long()] - sampled.num_behind
+        row, num_behind = sampled.rows()
+        seen = local.seq_lens[row.long()] - num_behind
         assert torch.equal(seen, (local.positions[sampled.send_idx.long()] + 1).to(seen.dtype))
         (tables,), _ = manager.prepare_attn(step, (block_tables(batch),), slots(batch))
-        assert torch.equal(tables[sampled.row.long(), 0] // 100, hidden[:, 3])
+        assert torch.equal(tables[row.long(), 0] // 100, hidden[:, 3])
         sampled.is_partial = sampled.is_applied = True
         calls.append(partial(manager.restore_for_sampling, step, hidden))
     for hidden, batch_seen in gather_over(monkeypatch, calls):

@@ -197,6 +197,7 @@ class PCPFlashAttentionImpl(ReshapeAndCacheMixin, FlashAttentionImpl):
     ) -> None:
         """Fill the sampled rows of ``output``, each as a decode of its own; leave the others."""
         index = sampled.send_idx
+        row, num_behind = sampled.rows()
         num_rows = index.shape[0]
         query_start_loc = torch.arange(num_rows + 1, dtype=torch.int32, device=index.device)
         rows = dataclasses.replace(
@@ -204,8 +205,8 @@ class PCPFlashAttentionImpl(ReshapeAndCacheMixin, FlashAttentionImpl):
             num_actual_tokens=num_rows,
             max_query_len=1,
             query_start_loc=query_start_loc,
-            seq_lens=metadata.seq_lens.index_select(0, sampled.row) - sampled.num_behind,
-            block_table=metadata.block_table.index_select(0, sampled.row),
+            seq_lens=metadata.seq_lens.index_select(0, row) - num_behind,
+            block_table=metadata.block_table.index_select(0, row),
             use_cascade=False,
             common_prefix_len=0,
             scheduler_metadata=None,

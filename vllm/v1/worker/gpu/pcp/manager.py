@@ -291,12 +291,12 @@ class PCPManager:
 
         Collectives: one all_gather on the PCP group.
         """
-        sampled, recv_idx = step.sampled, step.sampled.recv_idx
+        sampled = step.sampled
         if not sampled.is_applied:
             assert not sampled.is_partial, "rows were left out that are read"
             hidden_states = hidden_states.index_select(0, sampled.send_idx)
         self.stats.num_sampled_steps += sampled.is_applied
-        rows = gather_rows(hidden_states.contiguous()).index_select(0, recv_idx)
+        rows = gather_rows(hidden_states.contiguous()).index_select(0, sampled.recv_idx)
         # Everything that is read at ``logits_indices`` shrinks to those rows: the sampler seeds its
         # noise with the position, and looks up the token.
         batch = step.global_batch
@@ -304,7 +304,7 @@ class PCPManager:
             batch,
             input_ids=batch.input_ids.index_select(0, batch.logits_indices),
             positions=batch.positions.index_select(0, batch.logits_indices),
-            logits_indices=torch.arange(recv_idx.shape[0], device=self.device),
+            logits_indices=torch.arange(rows.shape[0], device=self.device),
         )
 
     def _count(self, plan: PartitionPlan) -> None:

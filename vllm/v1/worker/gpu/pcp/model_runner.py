@@ -27,7 +27,7 @@ from vllm.distributed.pcp.step import REPLICATED, StepState, set_step_state
 from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention, MLAAttention
-from vllm.plugins.pcp.options import kv_exchange, last_layer
+from vllm.plugins.pcp.options import copies_to_peers, samples_last_layer
 from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backends.pcp import BACKENDS
 from vllm.v1.attention.backends.pcp.mla.latent import PlannedPrefillMixin
@@ -76,7 +76,7 @@ class PCPRunnerMixin(_RunnerBase):
         """Load the model, then size the KV gather by its layers; take over what is built here."""
         super().load_model(*args, **kwargs)
         max_row_bytes = self._max_kv_row_bytes()
-        if kv_exchange(self.vllm_config) == "gather":
+        if not copies_to_peers(self.vllm_config):
             gather = self.pcp.init_kv_gather(max_row_bytes)
             # Profiling starts after this and counts what the model is said to take.
             self.model_memory_usage += gather.num_buffer_bytes
@@ -135,7 +135,7 @@ class PCPRunnerMixin(_RunnerBase):
         super().initialize_kv_cache(kv_cache_config)
         if self.use_dcp:
             check_interleave(self.cp_interleave, self.kernel_block_sizes)
-        if kv_exchange(self.vllm_config) == "peer":
+        if copies_to_peers(self.vllm_config):
             kinds: tuple[Any, ...] = (Attention, MLAAttention)
             caches = [
                 layer.kv_cache
@@ -212,7 +212,7 @@ class PCPRunnerMixin(_RunnerBase):
         sizes = graphs.sizes(self.pcp.max_local_tokens)
         graphs.allocate(sizes[-1], self.device)
         hook = self.model.register_forward_pre_hook(graphs.before_forward)
-        is_wanted = last_layer(self.vllm_config) == "sampled"
+        is_wanted = samples_last_layer(self.vllm_config)
         last_piece = LastPiece.take_over() if is_wanted else None
         set_step_state(StepState(is_partitioned=True))
         with graph_capture(device=self.device):
@@ -261,16 +261,18 @@ class PCPRunnerMixin(_RunnerBase):
             for layer in get_layers_from_vllm_config(self.vllm_config, kind).values()
         ]
         last = PCPFlashAttentionImpl.ran_last
-        if last in impls and all(isinstance(impl, PCPFlashAttentionImpl) for impl in impls):
-            assert last is not None
-            last.attends_sampled_rows = last.dcp_world_size == 1 and not is_quantized_kv_cache(
-                last.kv_cache_dtype
-            )
+        attends = (
+            last is not None
+            and last in impls
+            and all(isinstance(impl, PCPFlashAttentionImpl) for impl in impls)
+            and last.dcp_world_size == 1
+            and not is_quantized_kv_cache(last.kv_cache_dtype)
+        )
+        if last is not None:
+            last.attends_sampled_rows = attends
         logger.info(
             "The last layer of partitioned steps computes the rows that are sampled from, %s.",
-            "attention included"
-            if last is not None and last.attends_sampled_rows
-            else "apart from attention",
+            "attention included" if attends else "apart from attention",
         )
 
     def _capture_partition_graph(self, num_rows: int) -> None:
@@ -309,7 +311,7 @@ class PCPRunnerMixin(_RunnerBase):
             rows = torch.zeros(self.dcp_size, 16, dtype=torch.uint8, device=self.device)
             gather_shards(rows, self.pcp.shards.own_rows(rows))
         self.pcp.reset_stats()
-        if last_layer(self.vllm_config) == "sampled" and not self._last_layer_samples:
+        if samples_last_layer(self.vllm_config) and not self._last_layer_samples:
             logger.warning(
                 "The last layer computes all rows (got pcp_last_layer=sampled): vLLM compiles no "
                 "piece of this model that is replayed in CUDA graphs and that shows which rows it "

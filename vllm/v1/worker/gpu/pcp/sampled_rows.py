@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from vllm.v1.worker.gpu.pcp.copies import copy_to_device
-from vllm.v1.worker.gpu.pcp.layout import Int32Array, PartitionPlan
+from vllm.v1.worker.gpu.pcp.layout import Int32Array, PartitionPlan, RestorePlan
 
 
 class SampledRows:
@@ -40,13 +40,13 @@ class SampledRows:
         self.is_partial = self.is_applied = False
 
     @cached_property
+    def _restore(self) -> RestorePlan:
+        return self._plan.plan_restore(self._tokens())
+
+    @cached_property
     def _indices(self) -> tuple[torch.Tensor, ...]:
-        restore = self._plan.plan_restore(self._tokens())
-        send_idx = restore.send_idx[self._rank]
-        query_start_loc = self._plan.query_start_loc(self._rank)
-        row = np.searchsorted(query_start_loc, send_idx, side="right").astype(np.int32) - 1
-        num_behind = query_start_loc[row + 1] - 1 - send_idx
-        return copy_to_device(send_idx, restore.recv_idx, row, num_behind, device=self._device)
+        restore = self._restore
+        return copy_to_device(restore.send_idx[self._rank], restore.recv_idx, device=self._device)
 
     @property
     def send_idx(self) -> torch.Tensor:
@@ -58,12 +58,13 @@ class SampledRows:
         """``[n]`` int32, where each token with logits is among the ``[P * K]`` of all ranks."""
         return self._indices[1]
 
-    @property
-    def row(self) -> torch.Tensor:
-        """``[K]`` int32, the row of the local batch that each of ``send_idx`` is of."""
-        return self._indices[2]
+    def rows(self) -> tuple[torch.Tensor, ...]:
+        """Return which row of the local batch each of ``send_idx`` is of, and how far from its end.
 
-    @property
-    def num_behind(self) -> torch.Tensor:
-        """``[K]`` int32, how many tokens of that row come behind it."""
-        return self._indices[3]
+        Both are ``[K]`` int32; the last token of a row is 0 from its end.
+        """
+        send_idx = self._restore.send_idx[self._rank]
+        query_start_loc = self._plan.query_start_loc(self._rank)
+        row = np.searchsorted(query_start_loc, send_idx, side="right").astype(np.int32) - 1
+        num_behind = query_start_loc[row + 1] - 1 - send_idx
+        return copy_to_device(row, num_behind, device=self._device)
