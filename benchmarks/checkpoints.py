@@ -82,7 +82,7 @@ def _mla() -> PreTrainedConfig:
     )
 
 
-def _sparse(num_heads: int) -> PreTrainedConfig:
+def _sparse(num_heads: int, **changes: Any) -> PreTrainedConfig:
     from transformers import DeepseekV32Config
 
     own: dict[str, Any] = {
@@ -94,6 +94,7 @@ def _sparse(num_heads: int) -> PreTrainedConfig:
         # vLLM reads them, transformers knows no other.
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
+        **changes,
     }
     return DeepseekV32Config(
         initializer_range=0.05, **{**_SIZES, **_MLA, **_EXPERTS, **_GROUPED, **own}
@@ -164,6 +165,11 @@ KINDS = {
     "sparse": Kind(partial(_sparse, 64), _SPARSE_SCALES, index_topk=INDEX_TOPK),
     # With few heads vLLM reads an FP8 cache in another way.
     "sparse_few_heads": Kind(partial(_sparse, 16), _SPARSE_SCALES, index_topk=INDEX_TOPK),
+    "sparse_long": Kind(
+        partial(_sparse, 64, max_position_embeddings=40960),
+        _SPARSE_SCALES,
+        index_topk=INDEX_TOPK,
+    ),
     "moe": Kind(_moe, {"mlp.gate.weight": 8, "experts.down_proj": 0.7, "o_proj": 2}),
     "glm4_moe": Kind(_glm4_moe, {"mlp.gate.weight": 0.3, "experts.down_proj": 0.2}),
     "gpt_oss": Kind(_gpt_oss, {"router.weight": 8, "experts.down_proj": 0.2, "q_proj.weight": 0.5}),

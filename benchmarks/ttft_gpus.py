@@ -15,8 +15,7 @@ the way to the workers, before the forward pass, on the GPU, and on the way back
 "EP" gives whole experts to a rank, "replicated" gives it all; PCP and TP without either give each
 rank a slice of every expert.
 "peer": ranks write to each other's KV cache, instead of gathering. "sampled": the last layer
-computes the rows that are sampled from. "everything": all of these that the shape can have, experts
-replicated.
+computes the rows that are sampled from. "everything": both, where the shape can have both.
 
 One engine a shape, layout and mode, in a subprocess; a run that was cut short goes on where it was.
 ``--together 4 --kv-gib 4`` starts four at a time, if a GPU can hold them, and measures in turn.
@@ -80,13 +79,15 @@ def layouts(shape: str, num_gpus: int) -> dict[str, dict[str, Any]]:
     if KINDS[kind(shape)].has_experts:
         several[f"PCP{num_gpus} EP"] = {PCP: num_gpus, EP: True}
         several[f"PCP{num_gpus} replicated"] = {PCP: num_gpus, EXTRA: REPLICATED_EXPERTS}
-        everything |= REPLICATED_EXPERTS
     if not is_cpu_build():
         several[f"PCP{num_gpus} sampled"] = {PCP: num_gpus, EXTRA: SAMPLED}
         if not KINDS[kind(shape)].index_topk:
             several[f"PCP{num_gpus} peer"] = {PCP: num_gpus, EXTRA: PEER}
             everything |= PEER
         several[f"PCP{num_gpus} everything"] = {PCP: num_gpus, EXTRA: everything}
+        if KINDS[kind(shape)].has_experts:
+            extra = everything | REPLICATED_EXPERTS
+            several[f"PCP{num_gpus} everything replicated"] = {PCP: num_gpus, EXTRA: extra}
     if num_gpus == 4:
         several["TP2xPCP2"] = {TP: 2, PCP: 2}
     # GPUs of one host differ by some per cent, and the slowest one sets the pace.
