@@ -8,46 +8,58 @@ beside those of ``dummy_weights.ExpertProbe``.
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from time import perf_counter
 from typing import Any
 
 import torch
 from dummy_weights import ExpertProbe
-from harness import cuda_event
+from harness import communicates, cuda_event
 from torch.profiler import ProfilerActivity, profile
 
 from vllm.distributed.pcp.kv_gather import get_kv_gather
+from vllm.distributed.pcp.peer_caches import get_peer_caches
 
-# Parts of the names of kernels that move data between GPUs: NCCL's, and vLLM's own all-reduce.
-COMMUNICATION = ("nccl", "cross_device_reduce", "all_reduce", "allreduce", "multimem")
+
+def _gather(num_tokens: int, row_bytes: int) -> None:
+    gather = get_kv_gather()
+    gather.begin(num_tokens, row_bytes)
+    gather.finish()
 
 
 class CommunicationProbe(ExpertProbe):
     """Methods for ``LLM.collective_rpc``; all ranks run them together."""
 
     def time_kv_gather(self, num_tokens: int, num_repeats: int) -> dict[str, float | list[float]]:
-        """Time the gather of one layer.
+        """Time how the new KV of one layer comes to all ranks, by a gather or by copies.
 
         Args:
             num_tokens: Rows of each rank.
-            num_repeats: Gathers to time, after as many that warm up.
+            num_repeats: Exchanges to time, after as many that warm up.
 
         Returns:
-            ``seconds`` of each gather, and the ``num_bytes`` of all ranks' rows.
+            ``seconds`` of each, and the ``num_bytes`` of all ranks' rows.
         """
-        gather = get_kv_gather()
         runner: Any = self.model_runner
         row_bytes = runner._max_kv_row_bytes()
+        peers = get_peer_caches()
+        if peers is not None:
+            caches = [tensor for tensor in runner.kv_caches if tensor.numel() > 0]
+            first = peers.pcp_rank * num_tokens
+            slots = torch.arange(first, first + num_tokens, device=self.device)
+            exchange = partial(peers.copy, caches[0], slots)
+        else:
+            exchange = partial(_gather, num_tokens, row_bytes)
         events = [cuda_event() for _ in range(2 * num_repeats + 1)]
-        rows = gather.begin(num_tokens, row_bytes)
+        exchange()
         for event in events:
             event.record()
-            gather.begin(num_tokens, row_bytes)
-            rows = gather.finish()
+            exchange()
         torch.cuda.synchronize()
         pairs = itertools.pairwise(events[num_repeats:])
         seconds = [begin.elapsed_time(end) / 1e3 for begin, end in pairs]
-        return {"seconds": seconds, "num_bytes": float(rows.numel())}
+        num_bytes = runner.pcp.pcp_world_size * num_tokens * row_bytes
+        return {"seconds": seconds, "num_bytes": float(num_bytes)}
 
     def start_kernel_trace(self) -> None:
         """Start to record kernels."""
@@ -67,7 +79,7 @@ class CommunicationProbe(ExpertProbe):
         for event in self._kernel_trace.key_averages():
             seconds = event.self_device_time_total / 1e6
             kernels += seconds
-            if any(part in event.key.lower() for part in COMMUNICATION):
+            if communicates(event.key):
                 communication += seconds
         return {"kernels": kernels, "communication": communication}
 

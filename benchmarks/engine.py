@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from harness import communicates
 from turns import wait_for_turn
 
 if TYPE_CHECKING:
@@ -43,7 +44,11 @@ def solo_rank_options(
     pcp_world_size: int, worker_cls: str = "solo_rank.SoloRankWorker"
 ) -> dict[str, Any]:
     """Return arguments of an engine that plays one rank of P at a time, see ``solo_rank.py``."""
-    additional_config = {"pcp_world_size": pcp_world_size, **REPLICATED_EXPERTS}
+    additional_config = {
+        "pcp_world_size": pcp_world_size,
+        "pcp_kv_exchange": "gather",
+        **REPLICATED_EXPERTS,
+    }
     return {"worker_cls": worker_cls, "additional_config": additional_config}
 
 
@@ -142,7 +147,7 @@ def count_kernels(llm: LLM, run: Callable[[], object]) -> dict[str, float]:
     run()
     events = [event for rank in llm.collective_rpc("stop_profile") for event in rank]
     kernels = [event for event in events if event["is_kernel"]]
-    work = [event for event in kernels if "nccl" not in event["name"].lower()]
+    work = [event for event in kernels if not communicates(event["name"])]
     num_kernels = sum(event["count"] for event in work)
     return {
         "num_kernels": num_kernels,

@@ -21,6 +21,22 @@ if TYPE_CHECKING:
     import torch
 
 REPO_ROOT = Path(__file__).resolve().parents[1]
+# Parts of the names of kernels that move data between GPUs or wait for them: NCCL's, vLLM's own
+# all-reduce, and what copies between KV caches.
+COMMUNICATION = (
+    "nccl",
+    "cross_device_reduce",
+    "all_reduce",
+    "allreduce",
+    "multimem",
+    "_copy_slots_kernel",
+    "_meet_kernel",
+)
+
+
+def communicates(kernel: str) -> bool:
+    """Say whether a kernel of this name communicates."""
+    return any(part in kernel.lower() for part in COMMUNICATION)
 
 
 def environment() -> dict[str, Any]:

@@ -28,7 +28,7 @@ from engine import (
     start_engine,
     time_to_first_token,
 )
-from harness import print_table
+from harness import communicates, print_table
 from shapes import SHAPES, model_folder
 from steps import Row, run_steps, step_parser
 
@@ -117,7 +117,7 @@ def per_layer(runs: Sequence[Row]) -> Row:
     )
     events = differences(few["events"], many["events"], num_layers)
     kernels = [event for event in events if event["is_kernel"]]
-    collectives = [event for event in kernels if "nccl" in event["name"].lower()]
+    collectives = [event for event in kernels if communicates(event["name"])]
     operators = [event for event in events if not event["is_kernel"]]
     launches = [event for event in operators if any(part in event["name"] for part in LAUNCHES)]
     layer |= {

@@ -14,8 +14,8 @@ the way to the workers, before the forward pass, on the GPU, and on the way back
 
 "EP" gives whole experts to a rank, "replicated" gives it all; PCP and TP without either give each
 rank a slice of every expert.
-"peer": ranks write to each other's KV cache, instead of gathering. "sampled": the last layer
-computes the rows that are sampled from. "everything": both, where the shape can have both.
+"gather": ranks gather new KV, instead of writing to each other's caches. "all rows": the last layer
+computes more than the rows that are sampled from.
 
 One engine a shape, layout and mode, in a subprocess; a run that was cut short goes on where it was.
 ``--together 4 --kv-gib 4`` starts four at a time, if a GPU can hold them, and measures in turn.
@@ -59,10 +59,8 @@ NAME = "ttft_gpus"
 NUM_WARMUPS = 2
 PCP, TP = "prefill_context_parallel_size", "tensor_parallel_size"
 EP, EXTRA = "enable_expert_parallel", "additional_config"
-# Ranks write to each other's KV cache, instead of gathering.
-PEER = {"pcp_kv_exchange": "peer"}
-# Of the last layer only what is sampled from.
-SAMPLED = {"pcp_last_layer": "sampled"}
+GATHER = {"pcp_kv_exchange": "gather"}
+ALL_ROWS = {"pcp_last_layer": "all"}
 # Prompts for comparing tokens: around 2P, around blocks of 16, in one step and in several.
 EQUALITY_LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33, 100, 257, 1000, 2047, 2500, 5000)
 EQUALITY_TOKENS = 16
@@ -75,19 +73,14 @@ def layouts(shape: str, num_gpus: int) -> dict[str, dict[str, Any]]:
         f"PCP{num_gpus}": {PCP: num_gpus},
         f"TP{num_gpus}": {TP: num_gpus},
     }
-    everything = dict(SAMPLED)
     if KINDS[kind(shape)].has_experts:
         several[f"PCP{num_gpus} EP"] = {PCP: num_gpus, EP: True}
         several[f"PCP{num_gpus} replicated"] = {PCP: num_gpus, EXTRA: REPLICATED_EXPERTS}
     if not is_cpu_build():
-        several[f"PCP{num_gpus} sampled"] = {PCP: num_gpus, EXTRA: SAMPLED}
+        several[f"PCP{num_gpus} all rows"] = {PCP: num_gpus, EXTRA: ALL_ROWS}
         if not KINDS[kind(shape)].index_topk:
-            several[f"PCP{num_gpus} peer"] = {PCP: num_gpus, EXTRA: PEER}
-            everything |= PEER
-        several[f"PCP{num_gpus} everything"] = {PCP: num_gpus, EXTRA: everything}
-        if KINDS[kind(shape)].has_experts:
-            extra = everything | REPLICATED_EXPERTS
-            several[f"PCP{num_gpus} everything replicated"] = {PCP: num_gpus, EXTRA: extra}
+            several[f"PCP{num_gpus} gather"] = {PCP: num_gpus, EXTRA: GATHER}
+            several[f"PCP{num_gpus} gather, all rows"] = {PCP: num_gpus, EXTRA: GATHER | ALL_ROWS}
     if num_gpus == 4:
         several["TP2xPCP2"] = {TP: 2, PCP: 2}
     # GPUs of one host differ by some per cent, and the slowest one sets the pace.
@@ -160,7 +153,7 @@ def measure_decode(llm: LLM, args: argparse.Namespace, concurrency: int) -> Row:
 
 
 def measure_gather(llm: LLM, args: argparse.Namespace, num_tokens: int) -> Row:
-    """Time the gather of one layer in a step of so many tokens, with PCP alone."""
+    """Time the exchange of new KV of one layer in a step of so many tokens, with PCP alone."""
     gathers = llm.collective_rpc("time_kv_gather", args=(-(-num_tokens // args.gpus), 50))
     # The rank that waits least; the others wait for it to come.
     seconds = min((gather["seconds"] for gather in gathers), key=median)

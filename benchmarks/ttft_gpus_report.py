@@ -156,7 +156,7 @@ def print_decode(rows: Sequence[Row]) -> None:
 
 
 def print_gather(num_gpus: int, rows: Sequence[Row]) -> None:
-    """Print how long the KV gather of a layer takes."""
+    """Print how long it takes until all ranks have the new KV of a layer."""
     table = []
     for row in rows:
         if row["kind"] == "gather":
@@ -166,7 +166,7 @@ def print_gather(num_gpus: int, rows: Sequence[Row]) -> None:
             times = [1e3 * seconds, received / seconds / 1e9]
             table.append([row["shape"], row["layout"], *sizes, *times])
     headers = ["shape", "layout", "tokens", "MiB", "median ms", "GB/s into a GPU"]
-    print_section("KV gather of one layer, alone", headers, table)
+    print_section("New KV of one layer to all ranks, alone", headers, table)
 
 
 def print_trace(rows: Sequence[Row]) -> None:

@@ -82,10 +82,7 @@ WRONG_TOGETHER = ("mla",)
 # Models with long prompts.
 LONG_MODELS = ("sparse_long",)
 # Refused to users until all cases here are ok; then the rules go.
-UNTRIED = (
-    "decode context parallelism with sparse MLA models on GPUs",
-    "KV cache offloading on GPUs",  # offload.py has its cases
-)
+UNTRIED = ("decode context parallelism with sparse MLA models on GPUs",)
 NUM_OUTPUT_TOKENS = 12
 # Of a prompt that runs alone: such decode steps cost the most, as each rank waits for its turn.
 NUM_TOKENS_ALONE = 4
@@ -252,14 +249,11 @@ def engine_options(case: Case) -> dict[str, Any]:
             "distributed_executor_backend": "mp",
             "disable_custom_all_reduce": True,
         }
-    extra = {}
-    if case.cache == "copied":
-        extra["pcp_kv_exchange"] = "peer"
-    if case.experts == "replicated":
-        extra["pcp_experts"] = "replicated"
-    if case.size > 1:
-        extra["pcp_last_layer"] = case.last_layer
-    options["additional_config"] = extra
+        options["additional_config"] = {
+            "pcp_kv_exchange": "peer" if case.cache == "copied" else "gather",
+            "pcp_experts": "replicated" if case.experts == "replicated" else "sharded",
+            "pcp_last_layer": case.last_layer,
+        }
     if case.graphs == "eager":
         options["enforce_eager"] = True
     else:

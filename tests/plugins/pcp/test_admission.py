@@ -392,9 +392,6 @@ CASES = {
         "spec_name=TieringOffloadingSpec",
         args=connector("OffloadingConnector", spec_name="TieringOffloadingSpec"),
     ),
-    "KV cache offloading on GPUs": Case(
-        "kv_offloading_size=1.0", args={"kv_offloading_size": 1.0}, change=gpus
-    ),
     "encoder cache transfer": Case(
         "ec_connector=ECExampleConnector",
         args={
@@ -502,15 +499,11 @@ OFFLOADING = {
         args=connector("OffloadingConnector"),
         change=setting("kv_transfer_config.kv_connector_module_path", "some.other.module"),
     ),
-    "on GPUs, by a connector": Case(
-        "kv_connector=SimpleCPUOffloadConnector",
-        args=connector("SimpleCPUOffloadConnector"),
-        change=gpus,
-    ),
 }
 
 SUPPORTED = {
     "dense": Case(),
+    "KV cache offloading on GPUs": Case(args=connector("SimpleCPUOffloadConnector"), change=gpus),
     "keys and values written to other ranks' caches": Case(
         model=DEEPSEEK, args={"additional_config": {"pcp_kv_exchange": "peer"}}, change=gpus
     ),

@@ -251,6 +251,17 @@ def together(group: GroupCoordinator) -> Iterator[None]:
 _peer_caches: PeerCaches | None = None
 
 
+def check_reach(device: torch.device) -> None:
+    """See that all ranks can write to each other's memory.
+
+    Raises:
+        RuntimeError: They cannot; on every rank alike.
+
+    Collectives: those of ``PeerCaches`` on the PCP group, of no cache.
+    """
+    PeerCaches((), device, get_pcp_group()).close()
+
+
 def init_peer_caches(caches: Iterable[torch.Tensor], device: torch.device) -> PeerCaches:
     """Create this process's way into the caches of the others.
 

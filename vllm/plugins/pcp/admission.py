@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from vllm.plugins.pcp.options import (
     OPTIONS,
-    copies_to_peers,
+    kv_exchange,
     replicates_experts,
     unknown_options,
 )
@@ -402,12 +402,10 @@ def _unknown_options(config: VllmConfig) -> str | None:
     return ", ".join(f"{name}={value}" for name, value in unknown.items()) or None
 
 
-def _peer_exchange(config: VllmConfig) -> str | None:
-    """Find what else keeps ranks from writing to each other's cache, if they are to."""
+def peer_obstacles(config: VllmConfig) -> list[str]:
+    """Return the settings with which ranks do not write to each other's KV cache."""
     from vllm.platforms import current_platform
 
-    if not copies_to_peers(config):
-        return None
     dcp_size = config.parallel_config.decode_context_parallel_size
     obstacles = {
         "a platform other than CUDA": not current_platform.is_cuda(),
@@ -416,7 +414,11 @@ def _peer_exchange(config: VllmConfig) -> str | None:
         "kv_transfer_config": config.kv_transfer_config is not None,
         "kv_offloading_size": config.cache_config.kv_offloading_size is not None,
     }
-    found = [name for name, is_obstacle in obstacles.items() if is_obstacle]
+    return [name for name, is_obstacle in obstacles.items() if is_obstacle]
+
+
+def _peer_exchange(config: VllmConfig) -> str | None:
+    found = peer_obstacles(config) if kv_exchange(config) == "peer" else []
     return f"pcp_kv_exchange=peer with {', '.join(found)}" if found else None
 
 
@@ -429,19 +431,6 @@ def _offloading_backend(config: VllmConfig) -> str | None:
         return None
     spec = transfer.get_from_extra_config("spec_name", _OFFLOADING_SPEC)
     return None if spec == _OFFLOADING_SPEC else f"spec_name={spec}"
-
-
-def _offloading_on_gpus(config: VllmConfig) -> str | None:
-    from vllm.platforms import current_platform
-
-    cache, transfer = config.cache_config, config.kv_transfer_config
-    if not current_platform.is_cuda():
-        return None
-    if cache.kv_offloading_size is not None:
-        return f"kv_offloading_size={cache.kv_offloading_size}"
-    if transfer is None or transfer.kv_connector not in _OFFLOADING_CONNECTORS:
-        return None
-    return f"kv_connector={transfer.kv_connector}"
 
 
 def _attention_backend(config: VllmConfig) -> str | None:
@@ -754,7 +743,7 @@ RULES: tuple[Rule, ...] = (
         "copies between KV caches with sparse MLA, shared or offloaded caches, or off CUDA",
         _peer_exchange,
         "Copied are keys and values, or dense latents, that every rank keeps whole on a GPU",
-        "Drop pcp_kv_exchange from --additional-config",
+        "Drop pcp_kv_exchange=peer from --additional-config",
     ),
     Rule(
         "KV connectors that do more than offload",
@@ -767,13 +756,6 @@ RULES: tuple[Rule, ...] = (
         _offloading_backend,
         "Never tried",
         "Set --kv-offloading-backend native and drop spec_name from --kv-transfer-config",
-    ),
-    Rule(
-        "KV cache offloading on GPUs",
-        _offloading_on_gpus,
-        "Tried on CPU ranks only",
-        "Drop --kv-offloading-size and --kv-transfer-config",
-        status="planned",
     ),
     Rule(
         "encoder cache transfer",

@@ -9,30 +9,31 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 KV_EXCHANGE, EXPERTS, LAST_LAYER = "pcp_kv_exchange", "pcp_experts", "pcp_last_layer"
-# Values of each option, the default first: how a partitioned step brings new KV to all ranks,
-# whether P x TP ranks share the experts of a layer or TP ranks alone do, and which rows of a
-# partitioned step the last layer computes, apart from their KV.
+# Values of each option, the default first: how a partitioned step brings new KV to all ranks, by
+# copies between their caches ("auto": where they can be reached) or a gather; whether P x TP ranks
+# share the experts of a layer or TP ranks alone do; and which rows of a partitioned step the last
+# layer computes, apart from their KV.
 OPTIONS = {
-    KV_EXCHANGE: ("gather", "peer"),
+    KV_EXCHANGE: ("auto", "peer", "gather"),
     EXPERTS: ("sharded", "replicated"),
-    LAST_LAYER: ("all", "sampled"),
+    LAST_LAYER: ("sampled", "all"),
 }
 _PREFIX = "pcp_"
 
 
-def copies_to_peers(vllm_config: VllmConfig) -> bool:
-    """Say whether ranks write to each other's KV cache, instead of gathering."""
-    return _chosen(vllm_config).get(KV_EXCHANGE) == "peer"
+def kv_exchange(vllm_config: VllmConfig) -> str:
+    """Return how new KV comes to all ranks."""
+    return _value(vllm_config, KV_EXCHANGE)
 
 
 def replicates_experts(vllm_config: VllmConfig) -> bool:
     """Say whether each PCP rank has all experts, or its TP rank's share of them."""
-    return _chosen(vllm_config).get(EXPERTS) == "replicated"
+    return _value(vllm_config, EXPERTS) == "replicated"
 
 
 def samples_last_layer(vllm_config: VllmConfig) -> bool:
     """Say whether the last layer may leave out the rows that are not sampled from."""
-    return _chosen(vllm_config).get(LAST_LAYER) == "sampled"
+    return _value(vllm_config, LAST_LAYER) == "sampled"
 
 
 def unknown_options(vllm_config: VllmConfig) -> dict[str, object]:
@@ -42,6 +43,10 @@ def unknown_options(vllm_config: VllmConfig) -> dict[str, object]:
         for name, value in _chosen(vllm_config).items()
         if value not in OPTIONS.get(name, ())
     }
+
+
+def _value(vllm_config: VllmConfig, option: str) -> str:
+    return str(_chosen(vllm_config).get(option, OPTIONS[option][0]))
 
 
 def _chosen(vllm_config: VllmConfig) -> dict[str, object]:

@@ -71,11 +71,12 @@ class Runner(PCPRunnerMixin, Stock):  # type: ignore[misc]  # over a stand-in fo
 
 
 @pytest.fixture
-def runner() -> Any:
+def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
     kind: Any = Runner
     runner = kind()
     runner.device = torch.device("cpu")
-    runner.vllm_config = SimpleNamespace(additional_config={})
+    runner.vllm_config = SimpleNamespace(additional_config={"pcp_kv_exchange": "gather"})
+    monkeypatch.setattr(model_runner, "peer_obstacles", lambda _: [])
     runner.pcp = SimpleNamespace(
         pcp_world_size=P,
         max_local_tokens=MAX_LOCAL_TOKENS,
@@ -147,10 +148,36 @@ def test_dummy_runs_are_of_one_ranks_share(runner: Any) -> None:
 def test_the_gather_buffer_is_counted_before_the_kv_cache_is_sized(runner: Any) -> None:
     runner.load_model()
     assert runner.model_memory_usage == 100 + 7 * 16
-    # Where ranks copy to each other, nothing is gathered.
-    runner.vllm_config.additional_config = {"pcp_kv_exchange": "peer"}
+
+
+@pytest.mark.parametrize("wanted", [None, "auto", "peer", "gather"])
+@pytest.mark.parametrize("obstacle", [None, "a setting", "no link"])
+def test_ranks_copy_to_each_other_where_they_can(
+    runner: Any, monkeypatch: pytest.MonkeyPatch, wanted: str | None, obstacle: str | None
+) -> None:
+    """Then nothing is gathered, and no buffer is counted; a setting is refused ahead of workers."""
+    asked: list[str] = []
+
+    def check_reach(device: torch.device) -> None:
+        asked.append(device.type)
+        if obstacle == "no link":
+            raise RuntimeError("GPUs [0, 3] are not all connected by NVLink")
+
+    monkeypatch.setattr(model_runner, "check_reach", check_reach)
+    if obstacle == "a setting":
+        monkeypatch.setattr(model_runner, "peer_obstacles", lambda _: ["kv_transfer_config"])
+    runner.vllm_config.additional_config = {} if wanted is None else {"pcp_kv_exchange": wanted}
+    if wanted == "peer" and obstacle == "no link":
+        message = r"pcp_kv_exchange=peer: GPUs \[0, 3\] .* Set pcp_kv_exchange to gather in"
+        with pytest.raises(ValueError, match=message):
+            runner.load_model()
+        return
     runner.load_model()
-    assert runner.model_memory_usage == 100
+    copies = wanted != "gather" and obstacle is None
+    assert runner._copies_to_peers == copies
+    assert runner.model_memory_usage == 100 + (0 if copies else 7 * 16)
+    # A probe takes all ranks.
+    assert len(asked) == (wanted != "gather" and obstacle != "a setting")
 
 
 def test_runs_of_tokens_lie_in_a_kernels_block(runner: Any) -> None:
@@ -180,10 +207,10 @@ def test_ranks_that_cannot_write_to_each_other_say_so_at_the_start(
         opened.extend(int(cache[0]) for cache in caches)
 
     runner.use_dcp, runner.pcp.init_peer_caches = False, open_caches
-    runner.vllm_config = SimpleNamespace(additional_config={})
     runner.initialize_kv_cache([64])
     assert not opened
-    runner.vllm_config.additional_config = {"pcp_kv_exchange": "peer"}
+    runner._copies_to_peers = True
+    runner.vllm_config.additional_config = {}
     runner.initialize_kv_cache([64])
     assert opened == [len("Attention"), len("MLAAttention")]
 
@@ -191,7 +218,7 @@ def test_ranks_that_cannot_write_to_each_other_say_so_at_the_start(
         raise RuntimeError("GPUs [0, 3] are not all connected by NVLink")
 
     runner.pcp.init_peer_caches = fail
-    with pytest.raises(ValueError, match=r"pcp_kv_exchange=peer: GPUs \[0, 3\] .* Drop it from"):
+    with pytest.raises(ValueError, match=r"pcp_kv_exchange=auto: GPUs \[0, 3\] .* to gather in"):
         runner.initialize_kv_cache([64])
 
 
@@ -229,6 +256,10 @@ class Captured:
 
     last_piece: Any
     arguments: Callable[[int], list[Any]]
+    # What is done with all rows, and those that came out of the pieces.
+    finish: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = staticmethod(
+        lambda rows, output: output
+    )
 
     def __init__(self, graphs: PartitionGraphs, *, is_compiled: bool) -> None:
         self.graphs, self.is_compiled = graphs, is_compiled
@@ -240,33 +271,46 @@ class Captured:
         self.hooks[handle.id] = hook
         return handle
 
-    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor) -> None:
+    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         assert input_ids.shape == positions.shape
         replayed_rows = self.graphs.replayed_rows
         self.runs.append((len(input_ids), replayed_rows, get_step_state().is_partitioned))
-        self.last_piece(*self.arguments(len(input_ids)))
+        args = self.arguments(len(input_ids))
+        output = self.last_piece(*args)
         if replayed_rows and self.is_compiled:
             compilation_counter.num_cudagraph_captured += 3
+        return self.finish(args[0], output[0])
 
 
-@pytest.mark.parametrize("leaves_rows_out", [None, False, True])
+def scatter(rows: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """Return as many rows as ever."""
+    return torch.cat([output, rows])[: len(rows)]
+
+
+FINISHES = {"all": None, "other rows": None, "nothing": None, "adds": torch.add, "fills": scatter}
+
+
+# What the last layer computes or shows, or what the model does behind it, to rows that are there.
+@pytest.mark.parametrize("wanted", FINISHES)
 @pytest.mark.parametrize("is_compiled", [True, False])
 def test_graphs_of_partitioned_steps_are_captured_if_the_model_has_pieces(
     runner: Any,
     monkeypatch: pytest.MonkeyPatch,
     is_compiled: bool,
-    leaves_rows_out: bool | None,
+    wanted: str,
 ) -> None:
     """Rows that are padded for a graph that does not exist are computed for nothing."""
     graphs = runner.pcp.graphs = PartitionGraphs()
     runner.pcp.max_local_tokens = 150
-    if leaves_rows_out is not None:
-        runner.vllm_config.additional_config["pcp_last_layer"] = "sampled"
+    if wanted == "all":
+        runner.vllm_config.additional_config["pcp_last_layer"] = "all"
+    runner.model_config = SimpleNamespace(get_hidden_size=lambda: 16)
     monkeypatch.setattr(model_runner, "do_all_ranks", lambda is_so: is_so)
     monkeypatch.setattr(model_runner, "get_layers_from_vllm_config", lambda *_: {})
     runner.model = model = Captured(graphs, is_compiled=is_compiled)
     model.last_piece = wrapper = wrap(Piece(lambda *args: args), monkeypatch)
-    model.arguments = arguments if leaves_rows_out else lambda n: [*arguments(n), n + 1]
+    model.arguments = arguments if wanted != "other rows" else lambda n: [*arguments(n), n + 1]
+    model.finish = FINISHES[wanted] or model.finish
     runner.device, runner.max_num_reqs = torch.device("cpu"), 4
     runner.model_state = SimpleNamespace(prepare_dummy_inputs=lambda *_: {})
     for name in ("graph_capture", "set_forward_context"):
@@ -275,13 +319,15 @@ def test_graphs_of_partitioned_steps_are_captured_if_the_model_has_pieces(
     assert runner._capture_partition_graphs() == 0
     # Each as it is, then to be captured; the largest first.
     sizes = [150, 128, 64] if is_compiled else [150]
-    assert model.runs == [(size, replayed, True) for size in sizes for replayed in (None, size)]
+    runs = [(size, replayed, True) for size in sizes for replayed in (None, size)]
+    # One more, to see what a model does without some rows.
+    is_tried = is_compiled and wanted not in ("all", "other rows")
+    assert model.runs == runs + is_tried * [(150, None, True)]
     assert graphs.num_rows.tolist() == (sizes[::-1] if is_compiled else [])
     assert len(model.hooks) == is_compiled
     assert graphs.pad(7) == (64 if is_compiled else 7)
-    is_taken = bool(leaves_rows_out) and is_compiled
-    assert runner._last_layer_samples == is_taken
-    assert type(wrapper) is (LastPiece if is_taken else CUDAGraphWrapper)
+    assert runner._last_layer_samples == (is_compiled and wanted == "nothing")
+    assert type(wrapper) is (LastPiece if is_tried else CUDAGraphWrapper)
     assert not get_step_state().is_partitioned
     assert graphs.replayed_rows is None
 
@@ -316,6 +362,7 @@ def test_attention_leaves_rows_out_where_that_is_safe(
     )
     monkeypatch.setattr(PCPFlashAttentionImpl, "ran_last", last)
     monkeypatch.setattr(model_runner, "do_all_ranks", lambda is_so: is_so and all_can)
+    runner._try_sampled_rows = lambda num_rows: num_rows == 2
     runner._leave_rows_out(SimpleNamespace(settle=lambda _: True), [2, 2, 1, 1])
     assert runner._last_layer_samples == all_can
     assert last.attends_sampled_rows == attends

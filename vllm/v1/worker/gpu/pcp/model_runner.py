@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from time import perf_counter
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,13 +22,14 @@ from vllm.distributed.pcp.collectives import (
     do_all_ranks,
     gather_rows,
 )
-from vllm.distributed.pcp.peer_caches import close_peer_caches
+from vllm.distributed.pcp.peer_caches import check_reach, close_peer_caches
 from vllm.distributed.pcp.shard_collectives import exchange_blocks, gather_shards
 from vllm.distributed.pcp.step import REPLICATED, StepState, set_step_state
 from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention, MLAAttention
-from vllm.plugins.pcp.options import copies_to_peers, samples_last_layer
+from vllm.plugins.pcp.admission import peer_obstacles
+from vllm.plugins.pcp.options import kv_exchange, samples_last_layer
 from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backends.pcp import BACKENDS
 from vllm.v1.attention.backends.pcp.mla.latent import PlannedPrefillMixin
@@ -70,13 +72,18 @@ class PCPRunnerMixin(_RunnerBase):
     _partitions_step: bool = False
     _is_gather_warm_up: bool = False
     _last_start: torch.cuda.Event | None = None
+    _copies_to_peers: bool = False
     _last_layer_samples: bool = False
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the model, then size the KV gather by its layers; take over what is built here."""
+        """Load the model, then size the KV gather by its layers; take over what is built here.
+
+        Collectives: none, or those of ``check_reach``.
+        """
         super().load_model(*args, **kwargs)
         max_row_bytes = self._max_kv_row_bytes()
-        if not copies_to_peers(self.vllm_config):
+        self._copies_to_peers = self._can_copy_to_peers()
+        if not self._copies_to_peers:
             gather = self.pcp.init_kv_gather(max_row_bytes)
             # Profiling starts after this and counts what the model is said to take.
             self.model_memory_usage += gather.num_buffer_bytes
@@ -84,6 +91,39 @@ class PCPRunnerMixin(_RunnerBase):
             self.pooling_runner = EmbeddingRunner(self.model)
         if self.sampler is not None:
             LateSampler.take_over(self.sampler)
+
+    def _can_copy_to_peers(self) -> bool:
+        """Say whether ranks may and can write to each other's KV cache, and log it.
+
+        Ahead of profiling, which counts the buffer of a gather.
+
+        Raises:
+            ValueError: They are to, and cannot.
+
+        Collectives: none, or those of ``check_reach``.
+        """
+        wanted = kv_exchange(self.vllm_config)
+        obstacles = ["pcp_kv_exchange=gather"] if wanted == "gather" else []
+        obstacles += peer_obstacles(self.vllm_config)
+        try:
+            if not obstacles:
+                check_reach(self.device)
+        except RuntimeError as error:
+            if wanted == "peer":
+                raise self._unreachable(error) from error
+            obstacles.append(str(error))
+        if obstacles:
+            logger.info("Ranks gather new KV: %s.", ", ".join(obstacles))
+        else:
+            logger.info("Ranks copy new KV to each other's caches.")
+        return not obstacles
+
+    def _unreachable(self, error: RuntimeError) -> ValueError:
+        return ValueError(
+            "Prefill context parallelism cannot write to the KV caches of other ranks (got "
+            f"pcp_kv_exchange={kv_exchange(self.vllm_config)}: {error}). Set pcp_kv_exchange to "
+            "gather in --additional-config."
+        )
 
     def _max_kv_row_bytes(self) -> int:
         """Return the most bytes of new KV that a token has in one layer.
@@ -128,14 +168,14 @@ class PCPRunnerMixin(_RunnerBase):
 
         Raises:
             ValueError: Kernels' blocks, in which slots are counted, do not hold whole runs; or
-                ranks were to write to each other's cache and cannot.
+                ranks can write to each other's memory, but not to this.
 
         Collectives: none, or those of ``PeerCaches``.
         """
         super().initialize_kv_cache(kv_cache_config)
         if self.use_dcp:
             check_interleave(self.cp_interleave, self.kernel_block_sizes)
-        if copies_to_peers(self.vllm_config):
+        if self._copies_to_peers:
             kinds: tuple[Any, ...] = (Attention, MLAAttention)
             caches = [
                 layer.kv_cache
@@ -146,10 +186,7 @@ class PCPRunnerMixin(_RunnerBase):
                 # Layers without a cache have an empty one.
                 self.pcp.init_peer_caches([cache for cache in caches if cache.numel() > 0])
             except RuntimeError as error:
-                raise ValueError(
-                    "Prefill context parallelism cannot write to the KV caches of other ranks (got "
-                    f"pcp_kv_exchange=peer: {error}). Drop it from --additional-config."
-                ) from error
+                raise self._unreachable(error) from error
 
     def _dummy_run(
         self, num_tokens: int, *args: Any, **kwargs: Any
@@ -245,10 +282,12 @@ class PCPRunnerMixin(_RunnerBase):
             last_piece: What is behind its attention.
             num_rows: Of the runs that it has watched.
 
-        Collectives: that of ``do_all_ranks``.
+        Collectives: that of ``do_all_ranks``, and those of a partitioned step.
         """
         can = last_piece is not None and last_piece.settle(num_rows)
-        self._last_layer_samples = do_all_ranks(can)
+        if not do_all_ranks(can):
+            return
+        self._last_layer_samples = self._try_sampled_rows(num_rows[0])
         if not self._last_layer_samples:
             return
         # Looks for FlashAttention as it is imported.
@@ -275,19 +314,43 @@ class PCPRunnerMixin(_RunnerBase):
             "attention included" if attends else "apart from attention",
         )
 
+    def _try_sampled_rows(self, num_rows: int) -> bool:
+        """Leave rows out of a run of so many, and say whether all ranks get the others back.
+
+        A model is more than what is compiled, and that may count on all rows.
+
+        Collectives: those of a partitioned step, and that of ``do_all_ranks``.
+        """
+        send_idx = torch.tensor([0, num_rows - 1], dtype=torch.int32, device=self.device)
+        sampled: Any = SimpleNamespace(send_idx=send_idx, is_applied=False)
+        set_step_state(StepState(is_partitioned=True, sampled=sampled))
+        try:
+            output = self._run_rows(num_rows)
+            shape = getattr(output, "shape", None)
+        except Exception as error:  # noqa: BLE001  (of whatever the model does with rows)
+            logger.debug("A run without some rows: %s", error)
+            shape = None
+        set_step_state(StepState(is_partitioned=True))
+        is_theirs = shape == (len(send_idx), self.model_config.get_hidden_size())
+        return do_all_ranks(sampled.is_applied and is_theirs)
+
     def _capture_partition_graph(self, num_rows: int) -> None:
         graphs = self.pcp.graphs
-        inputs = {
-            "input_ids": graphs.input_ids[:num_rows],
-            "positions": graphs.positions[:num_rows],
-            **self.model_state.prepare_dummy_inputs(min(num_rows, self.max_num_reqs), num_rows),
-        }
         # Once as it is, which compiles kernels, then to be captured.
         for replayed_rows in (None, num_rows):
             graphs.replayed_rows = replayed_rows
-            with set_forward_context(None, self.vllm_config, num_tokens=num_rows):
-                self.model(**inputs)
+            self._run_rows(num_rows)
         graphs.replayed_rows = None
+
+    def _run_rows(self, num_rows: int) -> Any:
+        """Run the model on so many rows of no request."""
+        inputs = {
+            "input_ids": self.pcp.graphs.input_ids[:num_rows],
+            "positions": self.pcp.graphs.positions[:num_rows],
+            **self.model_state.prepare_dummy_inputs(min(num_rows, self.max_num_reqs), num_rows),
+        }
+        with set_forward_context(None, self.vllm_config, num_tokens=num_rows):
+            return self.model(**inputs)
 
     @torch.inference_mode()
     def warm_up_gather(self) -> None:
@@ -312,10 +375,9 @@ class PCPRunnerMixin(_RunnerBase):
             gather_shards(rows, self.pcp.shards.own_rows(rows))
         self.pcp.reset_stats()
         if samples_last_layer(self.vllm_config) and not self._last_layer_samples:
-            logger.warning(
-                "The last layer computes all rows (got pcp_last_layer=sampled): vLLM compiles no "
-                "piece of this model that is replayed in CUDA graphs and that shows which rows it "
-                "could leave out."
+            logger.info(
+                "The last layer of partitioned steps computes all rows: nothing of it that is "
+                "replayed in CUDA graphs shows which rows it could leave out."
             )
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
