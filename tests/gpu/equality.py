@@ -186,6 +186,7 @@ GRIDS: dict[str, tuple[Grid, ...]] = {
         Grid(("FLASH_ATTN_MLA",), experts=("parallel",)),
         Grid(("FLASH_ATTN_MLA",), sizes=(2,), experts=("replicated",)),
         Grid(("FLASH_ATTN_MLA",), ("auto",), GRAPHS, experts=EXPERTS, last_layers=SAMPLED),
+        Grid(("FLASHMLA", "TRITON_MLA"), ("auto", "fp8"), GRAPHS, (2,), last_layers=SAMPLED),
         Grid(("FLASH_ATTN_MLA", "FLASHMLA"), caches=("copied",)),
         Grid(("FLASHMLA",), ("fp8",), caches=("copied",)),
         Grid(("FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA"), caches=("shared",)),

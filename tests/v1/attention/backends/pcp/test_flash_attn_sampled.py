@@ -40,6 +40,11 @@ def impl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> PCP
         for name in ("flash_attn_varlen_func", "get_scheduler_metadata"):
             monkeypatch.setattr(stock, name, getattr(twins, name), raising=False)
         monkeypatch.setattr(stock, "get_flash_attn_version", twins.flash_attn_version)
+    else:
+        from vllm.vllm_flash_attn import fa_version_unsupported_reason
+
+        if unsupported := fa_version_unsupported_reason(request.param):
+            pytest.skip(f"FlashAttention {request.param}: {unsupported}")
     setting = dataclasses.replace(SETTING, fa_version=request.param)
     heads = (setting.num_heads, HEAD_SIZE, HEAD_SIZE**-0.5, setting.num_kv_heads)
     with set_current_vllm_config(make_config(setting)):

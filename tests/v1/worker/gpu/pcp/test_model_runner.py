@@ -74,7 +74,7 @@ class Runner(PCPRunnerMixin, Stock):  # type: ignore[misc]  # over a stand-in fo
 def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
     kind: Any = Runner
     runner = kind()
-    runner.device = torch.device("cpu")
+    runner.device, runner.use_dcp = torch.device("cpu"), False
     runner.vllm_config = SimpleNamespace(additional_config={"pcp_kv_exchange": "gather"})
     monkeypatch.setattr(model_runner, "peer_obstacles", lambda _: [])
     runner.pcp = SimpleNamespace(
@@ -339,12 +339,40 @@ def flash_attention(**changes: Any) -> Any:
     return impl
 
 
-LAST_LAYERS: dict[str, tuple[list[Any], bool, bool]] = {
-    "all alike": ([flash_attention(), flash_attention()], True, True),
-    "another rank cannot": ([flash_attention(), flash_attention()], False, False),
-    "a shared cache": ([flash_attention(), flash_attention(dcp_world_size=2)], True, False),
-    "a quantised cache": ([flash_attention(), flash_attention(kv_cache_dtype="fp8")], True, False),
-    "another backend": ([object(), flash_attention()], True, False),
+def mla() -> Any:
+    """Return an implementation of a layer of dense MLA."""
+
+    class Impl(PlannedPrefillMixin):
+        def forward_mqa(self, *_: Any, **__: Any) -> Any:
+            raise NotImplementedError
+
+    return object.__new__(Impl)
+
+
+# Implementations of the layers, whether all ranks can, pcp_last_layer, whether ranks share the KV
+# cache of MLA, and whether attention leaves out rows.
+LAST_LAYERS: dict[str, tuple[list[Any], bool, str, bool, bool]] = {
+    "all alike": ([flash_attention(), flash_attention()], True, "auto", False, True),
+    "another rank cannot": ([flash_attention(), flash_attention()], False, "auto", False, False),
+    "a shared cache": (
+        [flash_attention(), flash_attention(dcp_world_size=2)],
+        True,
+        "auto",
+        False,
+        False,
+    ),
+    "a quantised cache": (
+        [flash_attention(), flash_attention(kv_cache_dtype="fp8")],
+        True,
+        "auto",
+        False,
+        False,
+    ),
+    "another backend": ([object(), flash_attention()], True, "auto", False, False),
+    "MLA": ([mla(), mla()], True, "auto", False, False),
+    "MLA, where that is asked for": ([mla(), mla()], True, "sampled", False, True),
+    "MLA on a shared cache": ([mla(), mla()], True, "sampled", True, False),
+    "MLA, some of it sparse": ([object(), mla()], True, "sampled", False, False),
 }
 
 
@@ -352,17 +380,31 @@ LAST_LAYERS: dict[str, tuple[list[Any], bool, bool]] = {
 def test_attention_leaves_rows_out_where_that_is_safe(
     runner: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    impls, all_can, attends = LAST_LAYERS.get(name, ([flash_attention()], True, False))
+    impls, all_can, option, runner.use_dcp, attends = LAST_LAYERS.get(
+        name, ([flash_attention()], True, "auto", False, False)
+    )
     last = impls[-1] if name in LAST_LAYERS else flash_attention()
-    layers = {str(i): SimpleNamespace(impl=impl) for i, impl in enumerate(impls)}
+    runner.vllm_config.additional_config["pcp_last_layer"] = option
+    kind = MLAAttention if "MLA" in name else Attention
+    # They do not run in the order in which they stand there.
+    layers = {
+        str(impl): SimpleNamespace(impl=impl, forward_impl=lambda: None) for impl in impls[::-1]
+    }
     monkeypatch.setattr(
         model_runner,
         "get_layers_from_vllm_config",
-        lambda _, kind: layers if kind is Attention else {},
+        lambda _, asked: layers if asked is kind else {},
     )
-    monkeypatch.setattr(PCPFlashAttentionImpl, "ran_last", last)
+    monkeypatch.setattr(PCPFlashAttentionImpl, "ran_last", None if kind is MLAAttention else last)
     monkeypatch.setattr(model_runner, "do_all_ranks", lambda is_so: is_so and all_can)
-    runner._try_sampled_rows = lambda num_rows: num_rows == 2
+
+    def run(num_rows: int) -> bool:
+        if kind is MLAAttention:
+            for impl in impls:
+                layers[str(impl)].forward_impl()
+        return num_rows == 2
+
+    runner._try_sampled_rows = run
     runner._leave_rows_out(SimpleNamespace(settle=lambda _: True), [2, 2, 1, 1])
     assert runner._last_layer_samples == all_can
     assert last.attends_sampled_rows == attends

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from time import perf_counter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -29,7 +32,7 @@ from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.plugins.pcp.admission import peer_obstacles
-from vllm.plugins.pcp.options import kv_exchange, samples_last_layer
+from vllm.plugins.pcp.options import kv_exchange, samples_last_layer, samples_last_mla_layer
 from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backends.pcp import BACKENDS
 from vllm.v1.attention.backends.pcp.mla.latent import PlannedPrefillMixin
@@ -287,32 +290,52 @@ class PCPRunnerMixin(_RunnerBase):
         can = last_piece is not None and last_piece.settle(num_rows)
         if not do_all_ranks(can):
             return
-        self._last_layer_samples = self._try_sampled_rows(num_rows[0])
-        if not self._last_layer_samples:
-            return
         # Looks for FlashAttention as it is imported.
         from vllm.v1.attention.backends.pcp.flash_attn import PCPFlashAttentionImpl
 
+        with self._watched_mla_layers() as ran:
+            self._last_layer_samples = self._try_sampled_rows(num_rows[0])
+        if not self._last_layer_samples:
+            return
         kinds: tuple[Any, ...] = (Attention, MLAAttention)
         impls = [
             layer.impl
             for kind in kinds
             for layer in get_layers_from_vllm_config(self.vllm_config, kind).values()
         ]
-        last = PCPFlashAttentionImpl.ran_last
-        attends = (
-            last is not None
-            and last in impls
-            and all(isinstance(impl, PCPFlashAttentionImpl) for impl in impls)
-            and last.dcp_world_size == 1
-            and not is_quantized_kv_cache(last.kv_cache_dtype)
-        )
+        kind: type[Any]
+        last: Any = ran[-1].impl if ran else PCPFlashAttentionImpl.ran_last
+        if isinstance(last, PCPFlashAttentionImpl):
+            can = last.dcp_world_size == 1 and not is_quantized_kv_cache(last.kv_cache_dtype)
+            kind = PCPFlashAttentionImpl
+        else:
+            can = not self.use_dcp and samples_last_mla_layer(self.vllm_config)
+            kind = PlannedPrefillMixin
+        attends = can and last in impls and all(isinstance(impl, kind) for impl in impls)
         if last is not None:
             last.attends_sampled_rows = attends
         logger.info(
             "The last layer of partitioned steps computes the rows that are sampled from, %s.",
             "attention included" if attends else "apart from attention",
         )
+
+    @contextmanager
+    def _watched_mla_layers(self) -> Iterator[list[MLAAttention]]:
+        """Yield a list that grows with the layers of MLA that run."""
+        ran: list[MLAAttention] = []
+        layers: Any = get_layers_from_vllm_config(self.vllm_config, MLAAttention).values()
+
+        def note(layer: Any, forward_impl: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            ran.append(layer)
+            return forward_impl(*args, **kwargs)
+
+        for layer in layers:
+            layer.forward_impl = partial(note, layer, layer.forward_impl)
+        try:
+            yield ran
+        finally:
+            for layer in layers:
+                del layer.forward_impl
 
     def _try_sampled_rows(self, num_rows: int) -> bool:
         """Leave rows out of a run of so many, and say whether all ranks get the others back.

@@ -49,6 +49,12 @@ class SampledRows:
         return copy_to_device(restore.send_idx[self._rank], restore.recv_idx, device=self._device)
 
     @property
+    def tokens(self) -> Int32Array:
+        """``[K]`` int32, ``send_idx`` on the host."""
+        tokens: Int32Array = self._restore.send_idx[self._rank]
+        return tokens
+
+    @property
     def send_idx(self) -> torch.Tensor:
         """``[K]`` int32, this rank's tokens."""
         return self._indices[0]
@@ -63,7 +69,7 @@ class SampledRows:
 
         Both are ``[K]`` int32; the last token of a row is 0 from its end.
         """
-        send_idx = self._restore.send_idx[self._rank]
+        send_idx = self.tokens
         query_start_loc = self._plan.query_start_loc(self._rank)
         row = np.searchsorted(query_start_loc, send_idx, side="right").astype(np.int32) - 1
         num_behind = query_start_loc[row + 1] - 1 - send_idx

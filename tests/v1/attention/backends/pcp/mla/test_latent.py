@@ -174,9 +174,18 @@ class Scene:
         return random(sum(length for _, _, length in rows), NUM_HEADS, NOPE + ROPE, seed=5)
 
     def planned(
-        self, rows: Rows, max_tokens: int, shards: KVShards, ends: list[int] | None = None
+        self,
+        rows: Rows,
+        max_tokens: int,
+        shards: KVShards,
+        ends: list[int] | None = None,
+        sampled: list[int] | None = None,
     ) -> tuple[torch.Tensor, bool]:
-        """Return the output by plan, and whether it was merged."""
+        """Return the output by plan, and whether it was merged.
+
+        With ``sampled``, tokens behind ``NUM_DECODES``, of those rows alone.
+        """
+        from vllm.distributed.pcp.step import REPLICATED, StepState, set_step_state
         from vllm.v1.attention.backends.pcp.mla import latent
         from vllm.v1.attention.backends.pcp.mla.prefill_plan import plan_prefill
         from vllm.v1.worker.gpu.pcp import copies
@@ -186,15 +195,20 @@ class Scene:
         )
         cache, tables = self.cache(shards)
         row_tables = tables[torch.from_numpy(req).to(DEVICE).long()]
-        plan = plan_prefill(
-            start,
-            length,
-            req,
-            page_size=BLOCK_SIZE,
-            max_tokens=max_tokens,
-            shards=shards,
-            req_end=None if ends is None else np.array(ends),
-        )
+        plans = []
+
+        def make_plan(*rows: Any) -> Any:
+            plans.append(
+                plan_prefill(
+                    *rows,
+                    page_size=BLOCK_SIZE,
+                    max_tokens=max_tokens,
+                    shards=shards,
+                    req_end=None if ends is None else np.array(ends),
+                )
+            )
+            return plans[-1]
+
         nothing = torch.empty(0)
         workspace, gathered = (
             torch.empty(max_tokens, LATENT + ROPE, dtype=DTYPE, device=DEVICE) for _ in range(2)
@@ -204,7 +218,8 @@ class Scene:
             query_start_loc=nothing,
             max_query_len=0,
             prefill_backend=self.prefill_backend,
-            make_plan=lambda: plan,
+            rows=(start, length, req),
+            make_plan=make_plan,
             workspace=workspace,
             shards=shards,
             gathered=gathered,
@@ -213,12 +228,19 @@ class Scene:
         # Whatever is in the output at first.
         out = torch.full((len(q), NUM_HEADS * V_DIM), float("nan"), dtype=DTYPE, device=DEVICE)
         scale = torch.ones(1, device=DEVICE)
-        metadata = SimpleNamespace(prefill=prefill)
+        metadata = SimpleNamespace(prefill=prefill, num_decode_tokens=NUM_DECODES)
+        tokens = np.array(sampled or [], dtype=np.int32)
+        step: Any = SimpleNamespace(tokens=tokens, is_partial=False)
+        self.impl.attends_sampled_rows = sampled is not None
+        set_step_state(StepState(is_partitioned=True, sampled=step))
         with pytest.MonkeyPatch.context() as patch:
             if not HAS_GPU:
                 patch.setattr(copies, "async_copy_to_gpu", lambda x, device: torch.from_numpy(x))
             self.impl.forward_mha(q, nothing, nothing, cache, metadata, scale, out)
-        return out.view(-1, NUM_HEADS, V_DIM).double().cpu(), plan.has_partial_results
+        set_step_state(REPLICATED)
+        assert step.is_partial == (sampled is not None)
+        is_merged = any(plan.has_partial_results for plan in plans)
+        return out.view(-1, NUM_HEADS, V_DIM).double().cpu(), is_merged
 
     def expected(self, rows: Rows) -> torch.Tensor:
         """Return the output of a loop over queries in fp64."""
@@ -257,6 +279,56 @@ def test_attention_by_plan(call: Callable[..., Any], name: str, max_tokens: int)
     assert torch.isfinite(ours).all()
     tolerance = 2e-2 if HAS_GPU else 1e-5
     assert (ours - expected).abs().max() < tolerance * expected.abs().max()
+
+
+# Of each step: what is sampled from, of each request its last token, or one that is repeated where
+# a rank has fewer than others. The first tokens are decodes.
+SAMPLED = {
+    "one row": [11],
+    "head and tail, nothing cached": [12],
+    "head and tail that touch, on a cached prefix": [0, 16, 0, 0],
+    "rows without context first": [24, 5, 10, 2, 18],
+    "several requests": [26, 46, 23, 34],
+}
+NUM_DECODES = 3
+
+
+def sampled_and_expected(
+    rows: Rows, max_tokens: int, sampled: list[int]
+) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """Return the output for some tokens, by a loop over all queries, and whether ours was merged.
+
+    Args:
+        rows: The step's.
+        max_tokens: Of a batch.
+        sampled: The tokens, counted from the first decode.
+    """
+    from vllm.distributed.pcp.kv_shards import UNSHARED
+
+    scene = Scene(
+        max(req for req, _, _ in rows) + 1, max(start + count for _, start, count in rows)
+    )
+    ours, is_merged = scene.planned(rows, max_tokens, UNSHARED, sampled=sampled)
+    return ours, scene.expected(rows), is_merged
+
+
+@pytest.mark.parametrize("max_tokens", [64, 10_000], ids=["pieces", "whole"])
+@pytest.mark.parametrize("name", SAMPLED)
+def test_attention_of_sampled_rows(call: Callable[..., Any], name: str, max_tokens: int) -> None:
+    sampled = SAMPLED[name]
+    ours, expected, is_merged = call(sampled_and_expected, STEPS[name], max_tokens, sampled)
+    assert is_merged == (max_tokens == 64 and name == "several requests")
+    is_sampled = torch.zeros(len(ours), dtype=torch.bool)
+    is_sampled[[token - NUM_DECODES for token in sampled if token >= NUM_DECODES]] = True
+    tolerance = 2e-2 if HAS_GPU else 1e-5
+    assert (ours - expected)[is_sampled].abs().max() < tolerance * expected.abs().max()
+    # That is all.
+    assert ours[~is_sampled].isnan().all()
+
+
+def test_a_rank_that_samples_from_decodes_alone(call: Callable[..., Any]) -> None:
+    ours, _, _ = call(sampled_and_expected, STEPS["one row"], 10_000, [2, 0, 2])
+    assert ours.isnan().all()
 
 
 # Of each request: tokens before the step, tokens of the step; whether ranks split these.

@@ -104,13 +104,15 @@ class PCPPrefillMetadata(MLACommonPrefillMetadata):
     The device is then busy with what is in front of attention, and would else wait for the plan.
 
     Attributes:
-        make_plan: Makes the plan.
+        rows: Of each row its first position, its tokens and its request, ``[R]`` int32 each.
+        make_plan: Makes the plan of rows.
         workspace: ``[max_tokens, head_size]``, the latents of a batch.
         shards: How ranks share the KV cache.
         gathered: ``[max_tokens, head_size]``, where they do, the latents as they are gathered.
     """
 
-    make_plan: Callable[[], PrefillPlan] | None = None
+    rows: tuple[Int32Array, Int32Array, Int32Array] | None = None
+    make_plan: Callable[..., PrefillPlan] | None = None
     workspace: torch.Tensor | None = None
     shards: KVShards = UNSHARED
     gathered: torch.Tensor | None = None
@@ -119,12 +121,31 @@ class PCPPrefillMetadata(MLACommonPrefillMetadata):
     def plan(self) -> PrefillPlan:
         """The plan."""
         assert self.make_plan is not None
-        return self.make_plan()
+        assert self.rows is not None
+        return self.make_plan(*self.rows)
 
     @functools.cached_property
     def batches(self) -> list[DeviceBatch]:
         """The plan's batches on the device."""
         return plan_to_device(self.plan, self.block_table, self.shards)
+
+    def of_tokens(self, tokens: Int32Array) -> PCPPrefillMetadata:
+        """Return the metadata of some tokens alone, each a row.
+
+        Args:
+            tokens: ``[n]`` int32, counted from the first prefill token, in order; of a request one.
+        """
+        assert self.rows is not None
+        row_start, row_len, row_req = self.rows
+        row_end = np.cumsum(row_len, dtype=np.int32)
+        row = np.searchsorted(row_end, tokens, side="right").astype(np.int32)
+        position = row_start[row] + row_len[row] - (row_end[row] - tokens)
+        (row_device,) = copy_to_device(row, device=self.block_table.device)
+        return dataclasses.replace(
+            self,
+            rows=(position, np.ones_like(row), row_req[row]),
+            block_table=self.block_table.index_select(0, row_device),
+        )
 
 
 class PlanPrefillMixin(_BuilderBase):
@@ -236,9 +257,6 @@ class PlanPrefillMixin(_BuilderBase):
         rows = slice(num_decodes, None)
         make_plan = functools.partial(
             plan_prefill,
-            seq_lens[rows] - row_len[rows],
-            row_len[rows],
-            row_req[rows],
             page_size=self.page_size,
             max_tokens=self.chunked_prefill_workspace.shape[0],
             max_repeated_tokens=MAX_REPEATED_TOKENS,
@@ -248,6 +266,7 @@ class PlanPrefillMixin(_BuilderBase):
         )
         return PCPPrefillMetadata(
             **vars(prefill),
+            rows=(seq_lens[rows] - row_len[rows], row_len[rows], row_req[rows]),
             make_plan=make_plan,
             workspace=self.chunked_prefill_workspace,
             shards=self.shards,
@@ -346,7 +365,14 @@ class GatherLatentMixin(_ImplBase):
 
 
 class PlannedPrefillMixin(GatherLatentMixin, _DenseImplBase):
-    """Over a stock implementation of dense MLA: prefill attention by plan, too."""
+    """Over a stock implementation of dense MLA: prefill attention by plan, too.
+
+    Attributes:
+        attends_sampled_rows: Whether nobody reads any other rows of a step that says which ones are
+            sampled from. Not with D > 1.
+    """
+
+    attends_sampled_rows = False
 
     def warm_up(self, dtype: torch.dtype, device: torch.device) -> None:
         """Compile what prefills of a model of this type need."""
@@ -372,7 +398,8 @@ class PlannedPrefillMixin(GatherLatentMixin, _DenseImplBase):
             kv_c_and_k_pe_cache: ``[num_blocks, block_size, head_size]``.
             attn_metadata: The step's.
             k_scale: Scale of a quantised cache.
-            output: ``[T, num_heads * v_head_dim]``, written.
+            output: ``[T, num_heads * v_head_dim]``, written; rows that nobody reads
+                (``attends_sampled_rows``) stay as they are.
             output_scale: Of the stock path only.
 
         Collectives: with D > 1 an all_gather on the DCP group for each batch of the plan.
@@ -390,12 +417,40 @@ class PlannedPrefillMixin(GatherLatentMixin, _DenseImplBase):
                 output_scale,
             )
             return
+        sampled = get_step_state().sampled if self.attends_sampled_rows else None
+        if sampled is None:
+            self._attend_rows(prefill, q, kv_c_and_k_pe_cache, k_scale, output)
+            return
+        tokens = np.unique(sampled.tokens) - attn_metadata.num_decode_tokens
+        tokens = tokens[tokens >= 0]
+        if tokens.shape[0] > 0:
+            (index,) = copy_to_device(tokens, device=q.device)
+            attended = output.new_empty(tokens.shape[0], output.shape[1])
+            self._attend_rows(
+                prefill.of_tokens(tokens),
+                q.index_select(0, index),
+                kv_c_and_k_pe_cache,
+                k_scale,
+                attended,
+            )
+            output.index_copy_(0, index.long(), attended)
+        sampled.is_partial = True
+
+    def _attend_rows(
+        self,
+        prefill: PCPPrefillMetadata,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        k_scale: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
+        """Attend for the rows of ``prefill``, as ``forward_mha`` does for all."""
         out = output.view(-1, self.num_heads, self.v_head_dim)
         if prefill.plan.has_partial_results:
-            self._attend_and_merge(prefill, q, kv_c_and_k_pe_cache, k_scale, out)
+            self._attend_and_merge(prefill, q, kv_cache, k_scale, out)
             return
         for batch in prefill.batches:
-            latents = self._read(batch, prefill, kv_c_and_k_pe_cache, k_scale)
+            latents = self._read(batch, prefill, kv_cache, k_scale)
             if not batch.calls:
                 continue
             k, v = self._keys_and_values(latents)
