@@ -3,11 +3,11 @@
 
     python benchmarks/dcp_cost.py [--shapes qwen3-8b] [--sizes 2 4] [--measures prefill decode]
 
-Ranks share GPU 0 and talk through sockets. So a wall time is the work of all ranks and all of their
-traffic through the host, one after the other, and no latency over NVLink; that traffic is most of
-it. Beside it stand the kernels that do not communicate, of all ranks together, from the profiler in
-a run of its own, and the bytes that a rank receives: counted at the collectives
-(``traffic_probe.py``) and, for new KV and what goes over DCP, by the formula of
+Ranks share GPU 0 and talk through sockets, new KV with D = 1 included. So a wall time is the work
+of all ranks and all of their traffic through the host, one after the other, and no latency over
+NVLink; that traffic is most of it. Beside it stand the kernels that do not communicate, of all
+ranks together, from the profiler in a run of its own, and the bytes that a rank receives: counted
+at the collectives (``traffic_probe.py``) and, for new KV and what goes over DCP, by the formula of
 docs/design/collectives.md (``traffic_formula.py``). The rest is hidden rows for experts and logits,
 and sampled tokens. Bytes are of eager engines: replayed graphs are not counted. Sparse MLA is
 refused with D > 1 on GPUs.
@@ -30,6 +30,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from engine import (
+    GATHERED_KV,
     count_kernels,
     generate,
     greedy,
@@ -74,6 +75,7 @@ def measure(
         prefill_context_parallel_size=size,
         decode_context_parallel_size=num_shards,
         worker_extension_cls="traffic_probe.TrafficProbe",
+        additional_config=GATHERED_KV,
         enable_prefix_caching=True,
         block_size=BLOCK_SIZE,
         enforce_eager=mode == "eager",

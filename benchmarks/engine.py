@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # As an engine's additional_config: each PCP rank has all experts.
 REPLICATED_EXPERTS = {"pcp_experts": "replicated"}
+# And: new KV goes through a collective, as it does in what ranks on one GPU are compared with.
+GATHERED_KV = {"pcp_kv_exchange": "gather"}
 
 
 def is_cpu_build() -> bool:
@@ -46,7 +48,7 @@ def solo_rank_options(
     """Return arguments of an engine that plays one rank of P at a time, see ``solo_rank.py``."""
     additional_config = {
         "pcp_world_size": pcp_world_size,
-        "pcp_kv_exchange": "gather",
+        **GATHERED_KV,
         **REPLICATED_EXPERTS,
     }
     return {"worker_cls": worker_cls, "additional_config": additional_config}

@@ -7,11 +7,12 @@ Each engine runs in a process of its own. Ours find vLLM 0.25.1 and this package
 is; for the rival's, a folder with the other vLLM is put in front of it, and plugins are left out.
 DeepSeek-V2-Lite's shape, dummy weights that route tokens to all experts, bf16, prefix caching off.
 
-Ranks share GPU 0 and talk through sockets (``one_gpu.py``). So a wall time is the work of all ranks
-and their communication, one after the other: it compares two implementations, and says nothing
-about time to first token on several GPUs. Kernels that do not communicate, of all ranks together,
-are counted and timed by the profiler in a prefill of their own. Decode steps run prompts of one
-token. ``--sizes 1`` tells what the two versions of vLLM differ by without PCP.
+Ranks share GPU 0 and talk through sockets (``one_gpu.py``), ours when they exchange new KV, too. So
+a wall time is the work of all ranks and their communication, one after the other: it compares two
+implementations, and says nothing about time to first token on several GPUs. Kernels that do not
+communicate, of all ranks together, are counted and timed by the profiler in a prefill of their own.
+Decode steps run prompts of one token. ``--sizes 1`` tells what the two versions of vLLM differ by
+without PCP.
 
 To be expected of an engine with all that it measures: three minutes. Figures are printed, and kept,
 as they come.
@@ -28,6 +29,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from engine import (
+    GATHERED_KV,
     REPLICATED_EXPERTS,
     count_kernels,
     one_gpu_options,
@@ -66,12 +68,11 @@ def engine_options(args: argparse.Namespace, whose: str, size: int) -> dict[str,
     shared = (
         one_gpu_options(size) if whose == OURS else one_gpu_options(size, "one_gpu.OneGpuWorker")
     )
+    extra = GATHERED_KV | (REPLICATED_EXPERTS if args.experts == "replicated" else {})
     return {
         "prefill_context_parallel_size": size,
         "enable_expert_parallel": args.experts == "parallel",
-        "additional_config": (
-            REPLICATED_EXPERTS if whose == OURS and args.experts == "replicated" else {}
-        ),
+        "additional_config": extra if whose == OURS else {},
         **shared,
     }
 
