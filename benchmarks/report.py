@@ -482,13 +482,15 @@ engines, several prompts at once (`benchmarks/ttft_gpus.py`). KV capacity with D
 shapes (`kv_capacity.py`). What sharing the KV cache costs (`dcp_cost.py`), prefills of MLA by plan
 (`mla_prefill.py`), kernels that do not shrink with P (`rank_kernels.py`), the PCP of vLLM 0.26.0
 (`rival.py`). Answers on GPUs: CUDA graphs with TRITON_MLA of dense MLA, whole latents gathered with
-FLASHMLA or in FP8, and D = 1, with gpt-oss's style, with GLM-4-MoE's and whole experts, and with
-D = TP x P; replicated experts; experts of GQA models with P = 4; copies to other ranks with
-FLASHINFER; the last layer of sampled rows with P = 4, with TRITON_ATTN and in FP8; with D > 1 other
-graph modes than FULL_AND_PIECEWISE; sparse MLA with D > 1 as said above, and with prompts of 32k
-(`--models sparse_long`); accuracies of real models (`tests/evals/gsm8k`). Blackwell (CUTLASS_MLA,
-FLASHINFER_MLA, FLASHINFER_MLA_SPARSE), FLASH_ATTN_DIFFKV, more than one host, AMX and NEON,
-FlashAttention 2 and 4.
+FLASHMLA or in FP8, and D = 1, with gpt-oss's style, with GLM-4-MoE's and whole experts, and with D
+= TP x P; replicated experts; experts of GQA models with P = 4; copies to other ranks with
+FLASHINFER and TRITON_MLA, with TP, with whole and replicated experts, with gpt-oss's and
+GLM-4-MoE's styles and, of experts of GQA models, with P = 4; the last layer of sampled rows with P
+= 4, in FP8, with other backends than FLASH_ATTN and FLASH_ATTN_MLA, with D > 1, and with copies in
+one engine (that was timed); with D > 1 other graph modes than FULL_AND_PIECEWISE; sparse MLA with D
+> 1 as said above, and with prompts of 32k (`--models sparse_long`); accuracies of real models
+(`tests/evals/gsm8k`). Blackwell (CUTLASS_MLA, FLASHINFER_MLA, FLASHINFER_MLA_SPARSE),
+FLASH_ATTN_DIFFKV, more than one host, AMX and NEON, FlashAttention 2 and 4.
 """
 
 

@@ -176,6 +176,7 @@ GRIDS: dict[str, tuple[Grid, ...]] = {
         Grid(("FLASH_ATTN",), caches=("shared",)),
         Grid(("FLASH_ATTN",), ("fp8",), sizes=(2,), caches=("shared",)),
         Grid(("FLASH_ATTN", "TRITON_ATTN"), ("auto", "fp8"), GRAPHS, last_layers=SAMPLED),
+        Grid(("FLASH_ATTN",), ("auto",), GRAPHS, caches=("copied",), last_layers=SAMPLED),
         Grid(("FLASH_ATTN",), ("auto",), GRAPHS, (2,), caches=("shared",), last_layers=SAMPLED),
     ),
     "mqa": (Grid(("FLASH_ATTN",), sizes=(2,), caches=("shared_tp2",)),),
@@ -187,8 +188,11 @@ GRIDS: dict[str, tuple[Grid, ...]] = {
         Grid(("FLASH_ATTN_MLA",), sizes=(2,), experts=("replicated",)),
         Grid(("FLASH_ATTN_MLA",), ("auto",), GRAPHS, experts=EXPERTS, last_layers=SAMPLED),
         Grid(("FLASHMLA", "TRITON_MLA"), ("auto", "fp8"), GRAPHS, (2,), last_layers=SAMPLED),
-        Grid(("FLASH_ATTN_MLA", "FLASHMLA"), caches=("copied",)),
+        Grid(("FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA"), caches=("copied",)),
         Grid(("FLASHMLA",), ("fp8",), caches=("copied",)),
+        Grid(
+            ("FLASH_ATTN_MLA",), ("auto",), GRAPHS, (2,), EXPERTS, ("copied",), last_layers=SAMPLED
+        ),
         Grid(("FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA"), caches=("shared",)),
         Grid(("FLASHMLA",), ("fp8",), caches=("shared",)),
     ),
@@ -210,10 +214,21 @@ GRIDS: dict[str, tuple[Grid, ...]] = {
     "moe": (
         Grid(("FLASH_ATTN",), experts=EXPERTS),
         Grid(("FLASH_ATTN",), sizes=(2,), caches=("copied",)),
-        Grid(("FLASH_ATTN",), ("auto",), GRAPHS, (2,), EXPERTS, last_layers=SAMPLED),
+        Grid(
+            ("FLASH_ATTN",),
+            ("auto",),
+            GRAPHS,
+            (2,),
+            EXPERTS,
+            ("whole", "copied"),
+            last_layers=SAMPLED,
+        ),
     ),
     "glm4_moe": (Grid(("FLASH_ATTN",), sizes=(2,), experts=EXPERTS),),
-    "gpt_oss": (Grid(("FLASH_ATTN",), sizes=(2,), experts=("sliced", "parallel")),),
+    "gpt_oss": (
+        Grid(("FLASH_ATTN",), sizes=(2,), experts=("sliced", "parallel")),
+        Grid(("FLASH_ATTN",), ("auto",), GRAPHS, (2,), caches=("copied",), last_layers=SAMPLED),
+    ),
 }
 
 

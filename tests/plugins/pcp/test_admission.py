@@ -378,7 +378,7 @@ CASES = {
             }
         },
     ),
-    "copies between KV caches with sparse MLA, shared or offloaded caches, or off CUDA": Case(
+    "copies between KV caches of sparse MLA, shared, offloaded, or out of reach": Case(
         "pcp_kv_exchange=peer with a platform other than CUDA, "
         "architecture=DeepseekV32ForCausalLM, decode_context_parallel_size=2",
         model=DEEPSEEK_V32,
@@ -485,6 +485,24 @@ DCP = {
         "attention_backend=FLASHINFER",
         args={"attention_backend": "FLASHINFER"},
         change=all_of(gpus, dcp(2)),
+    ),
+}
+
+COPIES = {
+    "of memory that moves": Case(
+        "pcp_kv_exchange=peer with expandable_segments:True",
+        args={"additional_config": {"pcp_kv_exchange": "peer"}},
+        change=all_of(
+            gpus,
+            lambda config, patch: patch.setenv(
+                "PYTORCH_ALLOC_CONF", "max_split_size_mb:64, expandable_segments:True"
+            ),
+        ),
+    ),
+    "to memory that is not to be reached": Case(
+        "pcp_kv_exchange=peer with NCCL_P2P_DISABLE=1",
+        args={"additional_config": {"pcp_kv_exchange": "peer"}},
+        change=all_of(gpus, lambda config, patch: patch.setenv("NCCL_P2P_DISABLE", "1")),
     ),
 }
 
@@ -720,6 +738,14 @@ def test_refuses_more_of_decode_context_parallelism(
 
 @pytest.mark.parametrize("case", OFFLOADING.values(), ids=OFFLOADING)
 def test_refuses_other_ways_to_offload(case: Case, build: Callable[[Case], VllmConfig]) -> None:
+    with pytest.raises(NotImplementedError, match=re.escape(f"(got {case.got})")):
+        validate_config(build(case))
+
+
+@pytest.mark.parametrize("case", COPIES.values(), ids=COPIES)
+def test_refuses_copies_where_memory_is_not_in_reach(
+    case: Case, build: Callable[[Case], VllmConfig]
+) -> None:
     with pytest.raises(NotImplementedError, match=re.escape(f"(got {case.got})")):
         validate_config(build(case))
 

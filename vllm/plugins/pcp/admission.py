@@ -407,14 +407,25 @@ def peer_obstacles(config: VllmConfig) -> list[str]:
     from vllm.platforms import current_platform
 
     dcp_size = config.parallel_config.decode_context_parallel_size
+    p2p_disable = os.environ.get("NCCL_P2P_DISABLE", "")
     obstacles = {
         "a platform other than CUDA": not current_platform.is_cuda(),
         f"architecture={config.model_config.architecture}": _selected_tokens(config) is not None,
         f"decode_context_parallel_size={dcp_size}": dcp_size > 1,
         "kv_transfer_config": config.kv_transfer_config is not None,
         "kv_offloading_size": config.cache_config.kv_offloading_size is not None,
+        # Memory that moves, and of which each piece would be a file descriptor.
+        "expandable_segments:True": "expandable_segments:true" in _allocator_settings(),
+        # Peers' memory is not to be reached.
+        f"NCCL_P2P_DISABLE={p2p_disable}": p2p_disable not in ("", "0"),
     }
     return [name for name, is_obstacle in obstacles.items() if is_obstacle]
+
+
+def _allocator_settings() -> str:
+    """Return the settings of PyTorch's allocator, under its two names, in lower case."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    return ",".join(os.environ.get(name, "") for name in names).replace(" ", "").lower()
 
 
 def _peer_exchange(config: VllmConfig) -> str | None:
@@ -740,7 +751,7 @@ RULES: tuple[Rule, ...] = (
         error=ValueError,
     ),
     Rule(
-        "copies between KV caches with sparse MLA, shared or offloaded caches, or off CUDA",
+        "copies between KV caches of sparse MLA, shared, offloaded, or out of reach",
         _peer_exchange,
         "Copied are keys and values, or dense latents, that every rank keeps whole on a GPU",
         "Drop pcp_kv_exchange=peer from --additional-config",

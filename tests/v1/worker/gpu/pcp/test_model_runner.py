@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -22,6 +23,7 @@ from vllm.distributed.pcp.step import REPLICATED, get_step_state, set_step_state
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.v1.attention.backends.pcp.flash_attn import PCPFlashAttentionImpl
 from vllm.v1.attention.backends.pcp.mla.latent import PlannedPrefillMixin
+from vllm.v1.attention.backends.pcp.mla.prefill_backend import AttendingPrefillBackend
 from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec
 from vllm.v1.worker.gpu.pcp import model_runner
 from vllm.v1.worker.gpu.pcp.graphs import PartitionGraphs
@@ -151,12 +153,15 @@ def test_the_gather_buffer_is_counted_before_the_kv_cache_is_sized(runner: Any) 
 
 
 @pytest.mark.parametrize("wanted", [None, "auto", "peer", "gather"])
-@pytest.mark.parametrize("obstacle", [None, "a setting", "no link"])
+@pytest.mark.parametrize("obstacle", [None, "a setting", "no link", "another group"])
 def test_ranks_copy_to_each_other_where_they_can(
     runner: Any, monkeypatch: pytest.MonkeyPatch, wanted: str | None, obstacle: str | None
 ) -> None:
     """Then nothing is gathered, and no buffer is counted; a setting is refused ahead of workers."""
     asked: list[str] = []
+    monkeypatch.setattr(
+        model_runner, "do_all_ranks", lambda can: can and obstacle != "another group"
+    )
 
     def check_reach(device: torch.device) -> None:
         asked.append(device.type)
@@ -167,8 +172,9 @@ def test_ranks_copy_to_each_other_where_they_can(
     if obstacle == "a setting":
         monkeypatch.setattr(model_runner, "peer_obstacles", lambda _: ["kv_transfer_config"])
     runner.vllm_config.additional_config = {} if wanted is None else {"pcp_kv_exchange": wanted}
-    if wanted == "peer" and obstacle == "no link":
-        message = r"pcp_kv_exchange=peer: GPUs \[0, 3\] .* Set pcp_kv_exchange to gather in"
+    if wanted == "peer" and obstacle in ("no link", "another group"):
+        reason = r"GPUs \[0, 3\]" if obstacle == "no link" else "ranks of another PCP group"
+        message = rf"pcp_kv_exchange=peer: {reason} .* Set pcp_kv_exchange to gather in"
         with pytest.raises(ValueError, match=message):
             runner.load_model()
         return
@@ -287,7 +293,25 @@ def scatter(rows: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
     return torch.cat([output, rows])[: len(rows)]
 
 
-FINISHES = {"all": None, "other rows": None, "nothing": None, "adds": torch.add, "fills": scatter}
+def turn(rows: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """Return another row in the place of each, where there are two."""
+    return output.flip(0) if len(output) == 2 else output
+
+
+FINISHES = {
+    "all": None,
+    "other rows": None,
+    "nothing": None,
+    "adds": torch.add,
+    "fills": scatter,
+    "turns": turn,
+}
+WHYS = {
+    "other rows": "does not show which",
+    "adds": "a trial failed: ",
+    "fills": r"a trial came back with \(64, 16\)",
+    "turns": "a trial came back with other rows",
+}
 
 
 # What the last layer computes or shows, or what the model does behind it, to rows that are there.
@@ -304,7 +328,7 @@ def test_graphs_of_partitioned_steps_are_captured_if_the_model_has_pieces(
     runner.pcp.max_local_tokens = 150
     if wanted == "all":
         runner.vllm_config.additional_config["pcp_last_layer"] = "all"
-    runner.model_config = SimpleNamespace(get_hidden_size=lambda: 16)
+    runner.model_config = SimpleNamespace(get_vocab_size=lambda: 30)
     monkeypatch.setattr(model_runner, "do_all_ranks", lambda is_so: is_so)
     monkeypatch.setattr(model_runner, "get_layers_from_vllm_config", lambda *_: {})
     runner.model = model = Captured(graphs, is_compiled=is_compiled)
@@ -320,13 +344,16 @@ def test_graphs_of_partitioned_steps_are_captured_if_the_model_has_pieces(
     # Each as it is, then to be captured; the largest first.
     sizes = [150, 128, 64] if is_compiled else [150]
     runs = [(size, replayed, True) for size in sizes for replayed in (None, size)]
-    # One more, to see what a model does without some rows.
+    # Two more, to see what a model does without some rows.
     is_tried = is_compiled and wanted not in ("all", "other rows")
-    assert model.runs == runs + is_tried * [(150, None, True)]
+    assert model.runs == runs + is_tried * 2 * [(64, None, True)]
     assert graphs.num_rows.tolist() == (sizes[::-1] if is_compiled else [])
     assert len(model.hooks) == is_compiled
     assert graphs.pad(7) == (64 if is_compiled else 7)
     assert runner._last_layer_samples == (is_compiled and wanted == "nothing")
+    if is_compiled and wanted in WHYS:
+        assert re.search(WHYS[wanted], runner._last_layer_obstacle)
+    assert not graphs.input_ids.any()
     assert type(wrapper) is (LastPiece if is_tried else CUDAGraphWrapper)
     assert not get_step_state().is_partitioned
     assert graphs.replayed_rows is None
@@ -372,6 +399,7 @@ LAST_LAYERS: dict[str, tuple[list[Any], bool, str, bool, bool]] = {
     "MLA": ([mla(), mla()], True, "auto", False, False),
     "MLA, where that is asked for": ([mla(), mla()], True, "sampled", False, True),
     "MLA on a shared cache": ([mla(), mla()], True, "sampled", True, False),
+    "MLA without a plan": ([mla(), mla()], True, "sampled", False, False),
     "MLA, some of it sparse": ([object(), mla()], True, "sampled", False, False),
 }
 
@@ -387,8 +415,12 @@ def test_attention_leaves_rows_out_where_that_is_safe(
     runner.vllm_config.additional_config["pcp_last_layer"] = option
     kind = MLAAttention if "MLA" in name else Attention
     # They do not run in the order in which they stand there.
+    backend: Any = object if name.endswith("without a plan") else AttendingPrefillBackend
     layers = {
-        str(impl): SimpleNamespace(impl=impl, forward_impl=lambda: None) for impl in impls[::-1]
+        str(impl): SimpleNamespace(
+            impl=impl, forward_impl=lambda: None, prefill_backend=object.__new__(backend)
+        )
+        for impl in impls[::-1]
     }
     monkeypatch.setattr(
         model_runner,
@@ -402,7 +434,7 @@ def test_attention_leaves_rows_out_where_that_is_safe(
         if kind is MLAAttention:
             for impl in impls:
                 layers[str(impl)].forward_impl()
-        return num_rows == 2
+        return num_rows == 1
 
     runner._try_sampled_rows = run
     runner._leave_rows_out(SimpleNamespace(settle=lambda _: True), [2, 2, 1, 1])
@@ -485,3 +517,29 @@ def test_a_latent_cache_with_scales_in_its_rows_is_said_to_be_quantised(cache_dt
     completed = with_quant_mode(spec)
     assert isinstance(completed, MLAAttentionSpec)
     assert (completed.kv_quant_mode != KVQuantMode.NONE) == (cache_dtype == "fp8_ds_mla")
+
+
+def test_ranks_go_on_together_or_not_at_all(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a failed rank has not sent would be paired with what comes next."""
+    for others_failed in (False, True):
+        answers: list[bool] = []
+
+        def do_all_ranks(is_so: bool, failed: bool = others_failed, to: Any = answers) -> bool:
+            to.append(is_so)
+            # The others are asked whether they have not failed, then whether they have.
+            return is_so and (failed if len(to) == 2 else not failed)
+
+        monkeypatch.setattr(model_runner, "do_all_ranks", do_all_ranks)
+        runner.pcp.graphs = SimpleNamespace(input_ids=torch.zeros(8, dtype=torch.int32))
+        runner.model_config = SimpleNamespace(get_vocab_size=lambda: 30)
+
+        def fail(num_rows: int) -> Any:
+            raise ValueError("of so few rows")
+
+        runner._run_rows = fail
+        if others_failed:
+            assert not runner._try_sampled_rows(4)
+        else:
+            with pytest.raises(RuntimeError, match="a trial failed: of so few rows"):
+                runner._try_sampled_rows(4)
+        assert answers[:2] == [False, True]

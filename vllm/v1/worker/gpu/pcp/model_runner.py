@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ from vllm.plugins.pcp.options import kv_exchange, samples_last_layer, samples_la
 from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backends.pcp import BACKENDS
 from vllm.v1.attention.backends.pcp.mla.latent import PlannedPrefillMixin
+from vllm.v1.attention.backends.pcp.mla.prefill_backend import AttendingPrefillBackend
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec, get_kv_quant_mode
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.pcp.graphs import PartitionGraphs
@@ -77,11 +79,13 @@ class PCPRunnerMixin(_RunnerBase):
     _last_start: torch.cuda.Event | None = None
     _copies_to_peers: bool = False
     _last_layer_samples: bool = False
+    # Why it does not.
+    _last_layer_obstacle: str = "nothing of it is replayed in CUDA graphs of partitioned steps"
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, then size the KV gather by its layers; take over what is built here.
 
-        Collectives: none, or those of ``check_reach``.
+        Collectives: none, or those of ``check_reach`` and ``do_all_ranks``.
         """
         super().load_model(*args, **kwargs)
         max_row_bytes = self._max_kv_row_bytes()
@@ -103,18 +107,23 @@ class PCPRunnerMixin(_RunnerBase):
         Raises:
             ValueError: They are to, and cannot.
 
-        Collectives: none, or those of ``check_reach``.
+        Collectives: none, or those of ``check_reach`` and ``do_all_ranks``.
         """
         wanted = kv_exchange(self.vllm_config)
         obstacles = ["pcp_kv_exchange=gather"] if wanted == "gather" else []
         obstacles += peer_obstacles(self.vllm_config)
-        try:
-            if not obstacles:
+        if not obstacles:
+            error = None
+            try:
                 check_reach(self.device)
-        except RuntimeError as error:
-            if wanted == "peer":
-                raise self._unreachable(error) from error
-            obstacles.append(str(error))
+            except RuntimeError as raised:
+                error = raised
+            # TP ranks are in PCP groups of their own, and have to run as many rows.
+            if not do_all_ranks(error is None):
+                error = error or RuntimeError("ranks of another PCP group cannot")
+                if wanted == "peer":
+                    raise self._unreachable(error) from error
+                obstacles.append(str(error))
         if obstacles:
             logger.info("Ranks gather new KV: %s.", ", ".join(obstacles))
         else:
@@ -289,12 +298,13 @@ class PCPRunnerMixin(_RunnerBase):
         """
         can = last_piece is not None and last_piece.settle(num_rows)
         if not do_all_ranks(can):
+            self._last_layer_obstacle = "its compiled piece does not show which arguments are rows"
             return
         # Looks for FlashAttention as it is imported.
         from vllm.v1.attention.backends.pcp.flash_attn import PCPFlashAttentionImpl
 
         with self._watched_mla_layers() as ran:
-            self._last_layer_samples = self._try_sampled_rows(num_rows[0])
+            self._last_layer_samples = self._try_sampled_rows(num_rows[-1])
         if not self._last_layer_samples:
             return
         kinds: tuple[Any, ...] = (Attention, MLAAttention)
@@ -309,7 +319,8 @@ class PCPRunnerMixin(_RunnerBase):
             can = last.dcp_world_size == 1 and not is_quantized_kv_cache(last.kv_cache_dtype)
             kind = PCPFlashAttentionImpl
         else:
-            can = not self.use_dcp and samples_last_mla_layer(self.vllm_config)
+            has_plan = bool(ran) and isinstance(ran[-1].prefill_backend, AttendingPrefillBackend)
+            can = has_plan and not self.use_dcp and samples_last_mla_layer(self.vllm_config)
             kind = PlannedPrefillMixin
         attends = can and last in impls and all(isinstance(impl, kind) for impl in impls)
         if last is not None:
@@ -342,20 +353,36 @@ class PCPRunnerMixin(_RunnerBase):
 
         A model is more than what is compiled, and that may count on all rows.
 
-        Collectives: those of a partitioned step, and that of ``do_all_ranks``.
+        Raises:
+            RuntimeError: Some ranks failed, and others have gone on.
+
+        Collectives: those of two partitioned steps, and two of ``do_all_ranks`` or three.
         """
+        input_ids = self.pcp.graphs.input_ids[:num_rows]
+        # Rows that are told apart.
+        input_ids.copy_(torch.arange(1, num_rows + 1) % self.model_config.get_vocab_size())
         send_idx = torch.tensor([0, num_rows - 1], dtype=torch.int32, device=self.device)
         sampled: Any = SimpleNamespace(send_idx=send_idx, is_applied=False)
-        set_step_state(StepState(is_partitioned=True, sampled=sampled))
+        obstacle, has_failed = None, False
         try:
-            output = self._run_rows(num_rows)
-            shape = getattr(output, "shape", None)
+            whole = self._run_rows(num_rows).index_select(0, send_idx)
+            set_step_state(StepState(is_partitioned=True, sampled=sampled))
+            rows = self._run_rows(num_rows)
+            if not sampled.is_applied or rows.shape != whole.shape:
+                obstacle = f"a trial came back with {tuple(rows.shape)}"
+            elif ((rows - whole).norm(dim=1) > (rows - whole.flip(0)).norm(dim=1)).any():
+                obstacle = "a trial came back with other rows"
         except Exception as error:  # noqa: BLE001  (of whatever the model does with rows)
-            logger.debug("A run without some rows: %s", error)
-            shape = None
+            obstacle, has_failed = f"a trial failed: {error}", True
         set_step_state(StepState(is_partitioned=True))
-        is_theirs = shape == (len(send_idx), self.model_config.get_hidden_size())
-        return do_all_ranks(sampled.is_applied and is_theirs)
+        input_ids.zero_()
+        if not do_all_ranks(not has_failed) and not do_all_ranks(has_failed):
+            # What the others wait for would be paired with what comes next.
+            raise RuntimeError(obstacle or "a trial of the last layer failed on another rank")
+        is_good = do_all_ranks(obstacle is None)
+        if not is_good:
+            self._last_layer_obstacle = obstacle or "a trial went wrong on another rank"
+        return is_good
 
     def _capture_partition_graph(self, num_rows: int) -> None:
         graphs = self.pcp.graphs
@@ -398,9 +425,11 @@ class PCPRunnerMixin(_RunnerBase):
             gather_shards(rows, self.pcp.shards.own_rows(rows))
         self.pcp.reset_stats()
         if samples_last_layer(self.vllm_config) and not self._last_layer_samples:
-            logger.info(
-                "The last layer of partitioned steps computes all rows: nothing of it that is "
-                "replayed in CUDA graphs shows which rows it could leave out."
+            is_asked_for = samples_last_mla_layer(self.vllm_config)
+            logger.log(
+                logging.WARNING if is_asked_for else logging.INFO,
+                "The last layer of partitioned steps computes all rows: %s.",
+                self._last_layer_obstacle,
             )
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
