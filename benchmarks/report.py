@@ -377,17 +377,6 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], list[str]]], ...
         equality,
     ),
     (
-        "equality_sparse_shared_h200",
-        "H200: the same answers, sparse MLA with shared KV caches",
-        """
-        As above, P = 2 and 4, eager and with CUDA graphs; judged on a CPU. P = 4 with CUDA graphs,
-        FLASH_ATTN_MLA_SPARSE with CUDA graphs, and D = TP x P had not come to an end when time was
-        up: ranks of one GPU wait for each other's turn in every collective. These configurations
-        stay refused on GPUs.
-        """,
-        equality,
-    ),
-    (
         "offload_h200",
         "H200: the same answers, from KV caches that were offloaded to CPU memory",
         """
@@ -488,7 +477,7 @@ FLASHINFER and TRITON_MLA, with TP, with whole and replicated experts, with gpt-
 GLM-4-MoE's styles and, of experts of GQA models, with P = 4; the last layer of sampled rows with P
 = 4, in FP8, with other backends than FLASH_ATTN and FLASH_ATTN_MLA, with D > 1, and with copies in
 one engine (that was timed); with D > 1 other graph modes than FULL_AND_PIECEWISE; sparse MLA with D
-> 1 as said above, and with prompts of 32k (`--models sparse_long`); accuracies of real models
+> 1, and with prompts of 32k (`--models sparse_long`); accuracies of real models
 (`tests/evals/gsm8k`). Blackwell (CUTLASS_MLA, FLASHINFER_MLA, FLASHINFER_MLA_SPARSE),
 FLASH_ATTN_DIFFKV, more than one host, AMX and NEON, FlashAttention 2 and 4.
 """
