@@ -298,7 +298,10 @@ class PCPRunnerMixin(_RunnerBase):
         """
         can = last_piece is not None and last_piece.settle(num_rows)
         if not do_all_ranks(can):
-            self._last_layer_obstacle = "its compiled piece does not show which arguments are rows"
+            if last_piece is not None:
+                self._last_layer_obstacle = (
+                    "what is compiled does not show which of its arguments are rows"
+                )
             return
         # Looks for FlashAttention as it is imported.
         from vllm.v1.attention.backends.pcp.flash_attn import PCPFlashAttentionImpl
@@ -319,7 +322,8 @@ class PCPRunnerMixin(_RunnerBase):
             can = last.dcp_world_size == 1 and not is_quantized_kv_cache(last.kv_cache_dtype)
             kind = PCPFlashAttentionImpl
         else:
-            has_plan = bool(ran) and isinstance(ran[-1].prefill_backend, AttendingPrefillBackend)
+            backend = getattr(ran[-1], "prefill_backend", None) if ran else None
+            has_plan = isinstance(backend, AttendingPrefillBackend)
             can = has_plan and not self.use_dcp and samples_last_mla_layer(self.vllm_config)
             kind = PlannedPrefillMixin
         attends = can and last in impls and all(isinstance(impl, kind) for impl in impls)
