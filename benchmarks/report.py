@@ -359,8 +359,8 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], list[str]]], ...
         As above, P = 2 and 4, with 4 tokens for each prompt that runs alone; sparse_few_heads: 16
         heads, which FLASHMLA_SPARSE pads. Two calls: the command below, and `--jobs 9 --models mla
         --caches shared --graphs FULL_AND_PIECEWISE`, judged on a CPU; its engines with P > 1
-        answered and then hung as they ended, as CUDA graphs outlived what they communicate with;
-        7d3368a repaired it, and engines of later commits ended.
+        answered and then hung as they ended, as CUDA graphs outlived what they communicate with
+        (7d3368a is to repair it; these cases have not run again).
         """,
         equality,
     ),
@@ -368,11 +368,10 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], list[str]]], ...
         "equality_copies_h200",
         "H200: the same answers, as is the default where NVLink is: KV copied to other ranks",
         """
-        As above, P = 2 and 4. The caches of ranks on one GPU are as far from each other as those on
-        two: other processes' memory. With the last layer of sampled rows: CUDA graphs, P = 2. Two
-        calls: the command below, and `--jobs 27 --models gqa mla --caches copied --graphs
-        FULL_AND_PIECEWISE`, of which FLASHINFER had no time to compile its kernels; that one was
-        judged on a CPU.
+        As above, P = 2 and 4, all ranks on one GPU: nothing of this went over NVLink. With the last
+        layer of sampled rows: CUDA graphs, P = 2. Two calls: the command below, and `--jobs 27
+        --models gqa mla --caches copied --graphs FULL_AND_PIECEWISE`, of which FLASHINFER had no
+        time to compile its kernels; that one was judged on a CPU.
         """,
         equality,
     ),
@@ -465,15 +464,16 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], list[str]]], ...
 )
 
 NOT_MEASURED = """
-Code later than the commits named above: on GPUs it has not run. Over a link between GPUs: P above
-2, TP x P, models with experts and GQA, sparse MLA, decode steps of MLA and with experts, eager
-engines, several prompts at once (`benchmarks/ttft_gpus.py`). KV capacity with D > 1 and of other
-shapes (`kv_capacity.py`). What sharing the KV cache costs (`dcp_cost.py`), prefills of MLA by plan
-(`mla_prefill.py`), kernels that do not shrink with P (`rank_kernels.py`), the PCP of vLLM 0.26.0
-(`rival.py`). Answers on GPUs: CUDA graphs with TRITON_MLA of dense MLA, whole latents gathered with
-FLASHMLA or in FP8, and D = 1, with gpt-oss's style, with GLM-4-MoE's and whole experts, and with D
-= TP x P; replicated experts; experts of GQA models with P = 4; copies to other ranks with
-FLASHINFER and TRITON_MLA, with TP, with whole and replicated experts, with gpt-oss's and
+Code later than the commits named above: on GPUs it has not run. Answers of ranks on several GPUs
+(`ttft_gpus.py --modes equality`): all that were compared are of ranks on one. Over a link between
+GPUs: P above 2, TP x P, models with experts and GQA, sparse MLA, decode steps of MLA and with
+experts, eager engines, several prompts at once (`benchmarks/ttft_gpus.py`). KV capacity with D > 1
+and of other shapes (`kv_capacity.py`). What sharing the KV cache costs (`dcp_cost.py`), prefills of
+MLA by plan (`mla_prefill.py`), kernels that do not shrink with P (`rank_kernels.py`), the PCP of
+vLLM 0.26.0 (`rival.py`). Answers on GPUs: CUDA graphs with TRITON_MLA of dense MLA, whole latents
+gathered with FLASHMLA or in FP8, and D = 1, with gpt-oss's style, with GLM-4-MoE's and whole
+experts, and with D = TP x P; replicated experts; experts of GQA models with P = 4; copies to other
+ranks with FLASHINFER and TRITON_MLA, with TP, with whole and replicated experts, with gpt-oss's and
 GLM-4-MoE's styles and, of experts of GQA models, with P = 4; the last layer of sampled rows with P
 = 4, in FP8, with other backends than FLASH_ATTN and FLASH_ATTN_MLA, with D > 1, and with copies in
 one engine (that was timed); with D > 1 other graph modes than FULL_AND_PIECEWISE; sparse MLA with D

@@ -753,7 +753,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "copies between KV caches of sparse MLA, shared, offloaded, or out of reach",
         _peer_exchange,
-        "Copied are keys and values, or dense latents, that every rank keeps whole on a GPU",
+        "Ranks must keep all keys and values, or dense latents, in GPU memory that others reach",
         "Drop pcp_kv_exchange=peer from --additional-config",
     ),
     Rule(

@@ -350,9 +350,10 @@ def test_graphs_of_partitioned_steps_are_captured_if_the_model_has_pieces(
     assert graphs.num_rows.tolist() == (sizes[::-1] if is_compiled else [])
     assert len(model.hooks) == is_compiled
     assert graphs.pad(7) == (64 if is_compiled else 7)
-    assert runner._last_layer_samples == (is_compiled and wanted == "nothing")
+    obstacle = runner._last_layer_obstacle
+    assert (obstacle is None) == (is_compiled and wanted == "nothing")
     if is_compiled and wanted in WHYS:
-        assert re.search(WHYS[wanted], runner._last_layer_obstacle)
+        assert re.search(WHYS[wanted], obstacle)
     assert not graphs.input_ids.any()
     assert type(wrapper) is (LastPiece if is_tried else CUDAGraphWrapper)
     assert not get_step_state().is_partitioned
@@ -430,15 +431,15 @@ def test_attention_leaves_rows_out_where_that_is_safe(
     monkeypatch.setattr(PCPFlashAttentionImpl, "ran_last", None if kind is MLAAttention else last)
     monkeypatch.setattr(model_runner, "do_all_ranks", lambda is_so: is_so and all_can)
 
-    def run(num_rows: int) -> bool:
+    def run(num_rows: int) -> str | None:
         if kind is MLAAttention:
             for impl in impls:
                 layers[str(impl)].forward_impl()
-        return num_rows == 1
+        return None if num_rows == 1 else "too many"
 
     runner._try_sampled_rows = run
     runner._leave_rows_out(SimpleNamespace(settle=lambda _: True), [2, 2, 1, 1])
-    assert runner._last_layer_samples == all_can
+    assert (runner._last_layer_obstacle is None) == all_can
     assert last.attends_sampled_rows == attends
     assert not any(getattr(impl, "attends_sampled_rows", False) for impl in impls[:-1])
 
@@ -451,7 +452,7 @@ def test_rows_are_left_out_of_the_last_layer_if_nobody_reads_them(
     sampled = object()
     batch = SimpleNamespace(idx_mapping_np=np.array([1, 0]))
     runner._pcp_step = SimpleNamespace(plan="plan", global_batch=batch, sampled=sampled)
-    runner._last_layer_samples = can
+    runner._last_layer_obstacle = None if can else "some reason"
     uses_prompt_logprobs = np.array([False, reads_all])
     runner.prompt_logprobs_worker = SimpleNamespace(uses_prompt_logprobs=uses_prompt_logprobs)
     runner.pcp.begin_exchange = lambda: None
@@ -538,7 +539,7 @@ def test_ranks_go_on_together_or_not_at_all(runner: Any, monkeypatch: pytest.Mon
 
         runner._run_rows = fail
         if others_failed:
-            assert not runner._try_sampled_rows(4)
+            assert runner._try_sampled_rows(4) == "a trial failed: of so few rows"
         else:
             with pytest.raises(RuntimeError, match="a trial failed: of so few rows"):
                 runner._try_sampled_rows(4)

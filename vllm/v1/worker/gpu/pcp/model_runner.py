@@ -78,9 +78,10 @@ class PCPRunnerMixin(_RunnerBase):
     _is_gather_warm_up: bool = False
     _last_start: torch.cuda.Event | None = None
     _copies_to_peers: bool = False
-    _last_layer_samples: bool = False
-    # Why it does not.
-    _last_layer_obstacle: str = "nothing of it is replayed in CUDA graphs of partitioned steps"
+    # Why the last layer computes all rows; None if it does not.
+    _last_layer_obstacle: str | None = (
+        "nothing of it is replayed in CUDA graphs of partitioned steps"
+    )
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, then size the KV gather by its layers; take over what is built here.
@@ -294,7 +295,7 @@ class PCPRunnerMixin(_RunnerBase):
             last_piece: What is behind its attention.
             num_rows: Of the runs that it has watched.
 
-        Collectives: that of ``do_all_ranks``, and those of a partitioned step.
+        Collectives: that of ``do_all_ranks``, and those of ``_try_sampled_rows``.
         """
         can = last_piece is not None and last_piece.settle(num_rows)
         if not do_all_ranks(can):
@@ -307,8 +308,8 @@ class PCPRunnerMixin(_RunnerBase):
         from vllm.v1.attention.backends.pcp.flash_attn import PCPFlashAttentionImpl
 
         with self._watched_mla_layers() as ran:
-            self._last_layer_samples = self._try_sampled_rows(num_rows[-1])
-        if not self._last_layer_samples:
+            self._last_layer_obstacle = self._try_sampled_rows(num_rows[-1])
+        if self._last_layer_obstacle is not None:
             return
         kinds: tuple[Any, ...] = (Attention, MLAAttention)
         impls = [
@@ -352,10 +353,13 @@ class PCPRunnerMixin(_RunnerBase):
             for layer in layers:
                 del layer.forward_impl
 
-    def _try_sampled_rows(self, num_rows: int) -> bool:
-        """Leave rows out of a run of so many, and say whether all ranks get the others back.
+    def _try_sampled_rows(self, num_rows: int) -> str | None:
+        """Leave rows out of a run of so many, and say why not all ranks get the others back.
 
         A model is more than what is compiled, and that may count on all rows.
+
+        Returns:
+            None if they do; on every rank alike.
 
         Raises:
             RuntimeError: Some ranks failed, and others have gone on.
@@ -383,10 +387,9 @@ class PCPRunnerMixin(_RunnerBase):
         if not do_all_ranks(not has_failed) and not do_all_ranks(has_failed):
             # What the others wait for would be paired with what comes next.
             raise RuntimeError(obstacle or "a trial of the last layer failed on another rank")
-        is_good = do_all_ranks(obstacle is None)
-        if not is_good:
-            self._last_layer_obstacle = obstacle or "a trial went wrong on another rank"
-        return is_good
+        if do_all_ranks(obstacle is None):
+            return None
+        return obstacle or "a trial went wrong on another rank"
 
     def _capture_partition_graph(self, num_rows: int) -> None:
         graphs = self.pcp.graphs
@@ -428,7 +431,7 @@ class PCPRunnerMixin(_RunnerBase):
             rows = torch.zeros(self.dcp_size, 16, dtype=torch.uint8, device=self.device)
             gather_shards(rows, self.pcp.shards.own_rows(rows))
         self.pcp.reset_stats()
-        if samples_last_layer(self.vllm_config) and not self._last_layer_samples:
+        if samples_last_layer(self.vllm_config) and self._last_layer_obstacle is not None:
             is_asked_for = samples_last_mla_layer(self.vllm_config)
             logger.log(
                 logging.WARNING if is_asked_for else logging.INFO,
@@ -551,7 +554,7 @@ class PCPRunnerMixin(_RunnerBase):
         step = self._pcp_step
         if step is None:
             return super().prepare_attn(input_batch)
-        leaves_rows_out = self._last_layer_samples and not self._needs_all_hidden_states(
+        leaves_rows_out = self._last_layer_obstacle is None and not self._needs_all_hidden_states(
             step.global_batch
         )
         sampled = step.sampled if leaves_rows_out else None

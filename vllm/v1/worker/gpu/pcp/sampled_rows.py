@@ -45,8 +45,7 @@ class SampledRows:
 
     @cached_property
     def _indices(self) -> tuple[torch.Tensor, ...]:
-        restore = self._restore
-        return copy_to_device(restore.send_idx[self._rank], restore.recv_idx, device=self._device)
+        return copy_to_device(self.tokens, self._restore.recv_idx, device=self._device)
 
     @property
     def tokens(self) -> Int32Array:
