@@ -15,6 +15,7 @@ what fp32 chooses, and a token is off by 0.05 at the median and by 0.2 at most.
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -200,8 +201,13 @@ def save_checkpoint(kind: str, folder: Path) -> None:
 def checkpoint_folder(kind: str) -> str:
     """Return a folder with a checkpoint of a kind, made on the first call."""
     folder = Path(tempfile.gettempdir()) / "vllm_pcp_benchmarks" / f"checkpoint-{kind}"
-    if not (folder / "model.safetensors").exists():
-        save_checkpoint(kind, folder)
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        own_folder = Path(tempfile.mkdtemp(dir=folder.parent))
+        save_checkpoint(kind, own_folder)
+        # Of engines that start together, the first one to have made it has made it for all.
+        with contextlib.suppress(OSError):
+            own_folder.rename(folder)
     return str(folder)
 
 

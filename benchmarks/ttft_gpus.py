@@ -8,9 +8,10 @@ step. TTFT: one request at a time, one output token, after two warm-ups. Decode:
 token, 256 out, 1, 16 or 64 at a time; TPOT without the first token. The eager engines also time the
 KV gather of a layer alone, and the kernels of one prefill, to see how much of it is communication,
 and how evenly tokens go to the experts. ``equality`` compares the greedy tokens of PCP with those
-of one GPU on a small checkpoint of the shape's kind; with dense MLA, what ran together is no
-yardstick (one GPU may be wrong there). ``parts`` tells what a time to first token is made of: on
-the way to the workers, before the forward pass, on the GPU, and on the way back.
+of one GPU, engines as they are by default, on a small checkpoint of the shape's kind; with dense
+MLA, what ran together is no yardstick (one GPU may be wrong there). ``parts`` tells what a time to
+first token is made of: on the way to the workers, before the forward pass, on the GPU, and on the
+way back.
 
 "EP" gives whole experts to a rank, "replicated" gives it all; PCP and TP without either give each
 rank a slice of every expert.
@@ -119,6 +120,7 @@ def measure(
     options = engine_options(args, ranks)
     common: Row = {"shape": shape, "layout": layout, "mode": mode}
     if mode == EQUALITY:
+        options["kv_gib"] = args.kv_gib
         yield tasks[0], [{**common, **greedy_tokens(kind(shape), options, is_pcp=PCP in ranks)}]
         return
     llm = start_engine(
@@ -219,7 +221,6 @@ def greedy_tokens(kind: str, options: dict[str, Any], *, is_pcp: bool) -> Row:
     llm = start_engine(
         checkpoint_folder(kind),
         load_format="auto",
-        enforce_eager=True,
         max_num_batched_tokens=2048,
         **options,
     )
@@ -278,7 +279,7 @@ def select(args: argparse.Namespace) -> dict[str, list[str]]:
                 step = f"{shape}/{layout}/{mode}"
                 is_asked_for &= not (args.one_gpu and environ(step))
                 # Where there are no graphs, nothing is left out.
-                is_asked_for &= mode == "graphs" or "pcp_last_layer" not in ranks.get(EXTRA, {})
+                is_asked_for &= mode != "eager" or "pcp_last_layer" not in ranks.get(EXTRA, {})
                 if is_asked_for and (mode != EQUALITY or layout == ONE or PCP in ranks):
                     steps[step] = tasks_of(args, step)
     return steps
