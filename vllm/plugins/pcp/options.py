@@ -12,12 +12,11 @@ KV_EXCHANGE, EXPERTS, LAST_LAYER = "pcp_kv_exchange", "pcp_experts", "pcp_last_l
 # Values of each option, the default first: how a partitioned step brings new KV to all ranks, by
 # copies between their caches ("auto": where they can be reached) or a gather; whether P x TP ranks
 # share the experts of a layer or TP ranks alone do; and which rows of a partitioned step the last
-# layer computes, apart from their KV ("auto": those that are sampled from, but for attention that
-# has not been tried on GPUs).
+# layer computes, apart from their KV ("auto": those that are sampled from, where it can).
 OPTIONS = {
     KV_EXCHANGE: ("auto", "peer", "gather"),
     EXPERTS: ("sharded", "replicated"),
-    LAST_LAYER: ("auto", "sampled", "all"),
+    LAST_LAYER: ("auto", "all"),
 }
 _PREFIX = "pcp_"
 
@@ -35,11 +34,6 @@ def replicates_experts(vllm_config: VllmConfig) -> bool:
 def samples_last_layer(vllm_config: VllmConfig) -> bool:
     """Say whether the last layer may leave out the rows that are not sampled from."""
     return _value(vllm_config, LAST_LAYER) != "all"
-
-
-def samples_last_mla_layer(vllm_config: VllmConfig) -> bool:
-    """Say whether the attention of dense MLA may leave them out, too."""
-    return _value(vllm_config, LAST_LAYER) == "sampled"
 
 
 def unknown_options(vllm_config: VllmConfig) -> dict[str, object]:

@@ -377,31 +377,28 @@ def mla() -> Any:
     return object.__new__(Impl)
 
 
-# Implementations of the layers, whether all ranks can, pcp_last_layer, whether ranks share the KV
-# cache of MLA, and whether attention leaves out rows.
-LAST_LAYERS: dict[str, tuple[list[Any], bool, str, bool, bool]] = {
-    "all alike": ([flash_attention(), flash_attention()], True, "auto", False, True),
-    "another rank cannot": ([flash_attention(), flash_attention()], False, "auto", False, False),
+# Implementations of the layers, whether all ranks can, whether ranks share the KV cache of MLA, and
+# whether attention leaves out rows.
+LAST_LAYERS: dict[str, tuple[list[Any], bool, bool, bool]] = {
+    "all alike": ([flash_attention(), flash_attention()], True, False, True),
+    "another rank cannot": ([flash_attention(), flash_attention()], False, False, False),
     "a shared cache": (
         [flash_attention(), flash_attention(dcp_world_size=2)],
         True,
-        "auto",
         False,
         False,
     ),
     "a quantised cache": (
         [flash_attention(), flash_attention(kv_cache_dtype="fp8")],
         True,
-        "auto",
         False,
         False,
     ),
-    "another backend": ([object(), flash_attention()], True, "auto", False, False),
-    "MLA": ([mla(), mla()], True, "auto", False, False),
-    "MLA, where that is asked for": ([mla(), mla()], True, "sampled", False, True),
-    "MLA on a shared cache": ([mla(), mla()], True, "sampled", True, False),
-    "MLA without a plan": ([mla(), mla()], True, "sampled", False, False),
-    "MLA, some of it sparse": ([object(), mla()], True, "sampled", False, False),
+    "another backend": ([object(), flash_attention()], True, False, False),
+    "MLA": ([mla(), mla()], True, False, True),
+    "MLA on a shared cache": ([mla(), mla()], True, True, False),
+    "MLA without a plan": ([mla(), mla()], True, False, False),
+    "MLA, some of it sparse": ([object(), mla()], True, False, False),
 }
 
 
@@ -409,11 +406,10 @@ LAST_LAYERS: dict[str, tuple[list[Any], bool, str, bool, bool]] = {
 def test_attention_leaves_rows_out_where_that_is_safe(
     runner: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    impls, all_can, option, runner.use_dcp, attends = LAST_LAYERS.get(
-        name, ([flash_attention()], True, "auto", False, False)
+    impls, all_can, runner.use_dcp, attends = LAST_LAYERS.get(
+        name, ([flash_attention()], True, False, False)
     )
     last = impls[-1] if name in LAST_LAYERS else flash_attention()
-    runner.vllm_config.additional_config["pcp_last_layer"] = option
     kind = MLAAttention if "MLA" in name else Attention
     # They do not run in the order in which they stand there.
     backend: Any = object if name.endswith("without a plan") else AttendingPrefillBackend

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,7 +32,7 @@ from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.plugins.pcp.admission import peer_obstacles
-from vllm.plugins.pcp.options import kv_exchange, samples_last_layer, samples_last_mla_layer
+from vllm.plugins.pcp.options import kv_exchange, samples_last_layer
 from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backends.pcp import BACKENDS
 from vllm.v1.attention.backends.pcp.mla.latent import PlannedPrefillMixin
@@ -325,7 +324,7 @@ class PCPRunnerMixin(_RunnerBase):
         else:
             backend = getattr(ran[-1], "prefill_backend", None) if ran else None
             has_plan = isinstance(backend, AttendingPrefillBackend)
-            can = has_plan and not self.use_dcp and samples_last_mla_layer(self.vllm_config)
+            can = has_plan and not self.use_dcp
             kind = PlannedPrefillMixin
         attends = can and last in impls and all(isinstance(impl, kind) for impl in impls)
         if last is not None:
@@ -432,9 +431,7 @@ class PCPRunnerMixin(_RunnerBase):
             gather_shards(rows, self.pcp.shards.own_rows(rows))
         self.pcp.reset_stats()
         if samples_last_layer(self.vllm_config) and self._last_layer_obstacle is not None:
-            is_asked_for = samples_last_mla_layer(self.vllm_config)
-            logger.log(
-                logging.WARNING if is_asked_for else logging.INFO,
+            logger.info(
                 "The last layer of partitioned steps computes all rows: %s.",
                 self._last_layer_obstacle,
             )
