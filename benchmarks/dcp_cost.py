@@ -6,11 +6,11 @@
 Ranks share GPU 0 and talk through sockets, new KV with D = 1 included. So a wall time is the work
 of all ranks and all of their traffic through the host, one after the other, and no latency over
 NVLink; that traffic is most of it. Beside it stand the kernels that do not communicate, of all
-ranks together, from the profiler in a run of its own, and the bytes that a rank receives: counted
-at the collectives (``traffic_probe.py``) and, for new KV and what goes over DCP, by the formula of
+ranks together, from the profiler in a run of its own (while several ranks have some to run, the
+time of one holds that of others), and the bytes that a rank receives: counted at the collectives
+(``traffic_probe.py``) and, for new KV and what goes over DCP, by the formula of
 docs/design/collectives.md (``traffic_formula.py``). The rest is hidden rows for experts and logits,
-and sampled tokens. Bytes are of eager engines: replayed graphs are not counted. Sparse MLA is
-refused with D > 1 on GPUs.
+and sampled tokens. Bytes are of eager engines: replayed graphs are not counted.
 
 prefill: time to first token, in steps of ``--batched-tokens``; longer prompts attend to what they
 have in the cache. chunk: the same for one such step behind a cached prefix. decode: time of a step
@@ -262,7 +262,9 @@ def main() -> None:
     parser = step_parser(__doc__, NAME, may_start_together=True)
     # What the longest prompt takes with D = 1, and four ranks of Qwen3-8B leave of an H200.
     parser.set_defaults(kv_gib=1 / 16 if is_cpu_build() else 15.0)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["qwen3-8b"])
+    # Blocks of sparse MLA are larger.
+    shapes = [shape for shape in SHAPES if kind(shape) != "sparse"]
+    parser.add_argument("--shapes", nargs="+", choices=shapes, default=["qwen3-8b"])
     parser.add_argument("--sizes", type=int, nargs="+", default=[2, 4], help="P, and D")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--measures", nargs="+", choices=MEASURES, default=list(MEASURES))

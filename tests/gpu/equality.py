@@ -14,10 +14,11 @@ log-probabilities may be at most twice that of vLLM with P = 1 in the same confi
 and on average. A wrong row, slot or graph is off by far more. No line of this package may make the
 host wait for the GPU in a step (other than for an event of the step before, which does not show).
 
-With dense MLA what P = 1 makes of the prompts that ran together is no yardstick: vLLM 0.25.1 is
-wrong there, where a short first chunk stands ahead of a long continuation. Only its prompts that
-ran alone count then; with P > 1 all do. Where tokens are routed, rounding may pick another expert,
-a jump that one token may see and another may not: there the worst error may be four times as large.
+With dense MLA P = 1 is wrong about some of the prompts that ran together: vLLM 0.25.1 is, where a
+short first chunk stands ahead of a long continuation. So the worst error is compared with that of
+its prompts that ran alone, and the average of those that ran together with their median. Where
+tokens are routed, rounding may pick another expert, a jump that one token may see and another may
+not: there the worst error may be four times as large.
 
 Where a query chooses which tokens to attend to, rounding chooses a few others, of bf16 a tenth of
 them. Outputs whose prompt is short enough for all tokens to be chosen are therefore judged apart
@@ -31,7 +32,8 @@ later layers the rounding before them chooses as well: there the share is printe
 in bf16 takes the place of the error, and may be ``MAX_GAP``.
 
 With MLA and an FP8 cache, P = 1 reads the new tokens of a prompt in bf16, P > 1 out of the cache.
-On average that is an error 1.4 times as large (emulated in fp32), within the bound.
+On average that is an error 1.4 times as large (emulated in fp32; TRITON_MLA has shown 1.4 to 1.7),
+within the bound.
 
 Engines are forked from this process, which has imported vLLM but not touched the GPU: that saves
 the imports of each rank. ``--jobs`` of them run at a time, spread over ``--gpus``; the ranks of one
@@ -53,7 +55,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -81,8 +83,6 @@ MIN_SAME_CHOICE = 0.95
 WRONG_TOGETHER = ("mla",)
 # Models with long prompts.
 LONG_MODELS = ("sparse_long",)
-# Refused to users until all cases here are ok; then the rules go.
-UNTRIED = ("decode context parallelism with sparse MLA models on GPUs",)
 NUM_OUTPUT_TOKENS = 12
 # Of a prompt that runs alone: such decode steps cost the most, as each rank waits for its turn.
 NUM_TOKENS_ALONE = 4
@@ -268,7 +268,7 @@ def engine_options(case: Case) -> dict[str, Any]:
         options["additional_config"] = {
             "pcp_kv_exchange": "peer" if case.cache == "copied" else "gather",
             "pcp_experts": "replicated" if case.experts == "replicated" else "sharded",
-            "pcp_last_layer": case.last_layer,
+            "pcp_last_layer": "auto" if case.last_layer == "sampled" else "all",
         }
     if case.graphs == "eager":
         options["enforce_eager"] = True
@@ -283,7 +283,6 @@ def engine_options(case: Case) -> dict[str, Any]:
 def run_engine(case: Case, folder: Path) -> None:
     """Generate with one engine and write what it answered."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    admit_what_is_tried_here()
     index_topk = KINDS[case.model].index_topk
     if index_topk:
         prepare_for_sparse_attention(case)
@@ -346,13 +345,6 @@ def run_engine(case: Case, folder: Path) -> None:
     }
     (folder / f"{case.name}.json").write_text(json.dumps(result))
     del llm
-
-
-def admit_what_is_tried_here() -> None:
-    """Leave out the rules that refuse users what has not run on GPUs."""
-    from vllm.plugins.pcp import admission
-
-    admission.RULES = tuple(rule for rule in admission.RULES if rule.feature not in UNTRIED)
 
 
 def prepare_for_sparse_attention(case: Case) -> None:
@@ -512,13 +504,22 @@ def is_as_good(case: Case, errors: list[float], plain_errors: list[float]) -> bo
     """Compare errors with those of P = 1, where its prompts are a yardstick."""
     if case.model in LONG_MODELS:
         return max(errors) <= MAX_GAP
-    first = len(TOGETHER) if case.model in WRONG_TOGETHER else 0
-    for indices in kinds_of_outputs(case.model):
-        ours = [errors[index] for index in indices]
-        plain = [plain_errors[index] for index in indices if index >= first]
-        if max(ours) > bound(case) * max(plain) + TINY or mean(ours) > 2 * mean(plain) + TINY:
-            return False
-    return True
+    if case.model in WRONG_TOGETHER:
+        num = len(TOGETHER)
+        worst = max(plain_errors[num:])
+        kinds = [
+            (errors[:num], worst, median(plain_errors[:num])),
+            (errors[num:], worst, mean(plain_errors[num:])),
+        ]
+    else:
+        kinds = []
+        for indices in kinds_of_outputs(case.model):
+            plain = [plain_errors[index] for index in indices]
+            kinds.append(([errors[index] for index in indices], max(plain), mean(plain)))
+    return all(
+        max(ours) <= bound(case) * worst + TINY and mean(ours) <= 2 * usual + TINY
+        for ours, worst, usual in kinds
+    )
 
 
 def judge(cases: list[Case], folder: Path) -> list[dict[str, Any]]:

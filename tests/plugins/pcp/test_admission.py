@@ -209,11 +209,6 @@ CASES = {
         args={"tensor_parallel_size": 2},
         change=all_of(gpus, dcp(4)),
     ),
-    "decode context parallelism with sparse MLA models on GPUs": Case(
-        "index_topk=8",
-        model=DEEPSEEK_V32,
-        change=all_of(dcp(2), one_gpu("vllm.v1.worker.pcp.gpu_worker.OneGpuPCPWorker")),
-    ),
     "decode context parallelism with sliding windows": Case(
         "sliding_window=64", {"sliding_window": 64}, change=all_of(gpus, dcp(2))
     ),
@@ -529,6 +524,11 @@ SUPPORTED = {
         model=DEEPSEEK_V32,
         args={"enforce_eager": False},
         change=one_gpu("vllm.v1.worker.pcp.gpu_worker.OneGpuPCPWorker"),
+    ),
+    "KV cache of sparse MLA shared on GPUs, compiled": Case(
+        model=DEEPSEEK_V32,
+        args={"enforce_eager": False},
+        change=all_of(dcp(2), one_gpu("vllm.v1.worker.pcp.gpu_worker.OneGpuPCPWorker")),
     ),
     "KV cache of MLA shared on GPUs, compiled": Case(
         model=DEEPSEEK,

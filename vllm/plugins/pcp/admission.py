@@ -290,12 +290,6 @@ def _sequence_parallelism(config: VllmConfig) -> str | None:
 _selected_tokens = _hf_setting("index_topk")
 
 
-def _sparse_mla_on_gpus(config: VllmConfig) -> str | None:
-    from vllm.platforms import current_platform
-
-    return _selected_tokens(config) if current_platform.is_cuda() else None
-
-
 def _experts_of_tp(config: VllmConfig) -> str | None:
     model = config.model_config
     if replicates_experts(config):
@@ -511,13 +505,6 @@ RULES: tuple[Rule, ...] = (
         "TP ranks that share the KV cache must want the same KV heads",
         "Set --decode-context-parallel-size to 1 or P",
         error=ValueError,
-    ),
-    Rule(
-        "decode context parallelism with sparse MLA models on GPUs",
-        _with_dcp(_sparse_mla_on_gpus),
-        "Tried on CPU ranks only",
-        "Set --decode-context-parallel-size 1",
-        status="planned",
     ),
     Rule(
         "decode context parallelism with sliding windows",
