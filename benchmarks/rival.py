@@ -10,9 +10,10 @@ DeepSeek-V2-Lite's shape, dummy weights that route tokens to all experts, bf16, 
 Ranks share GPU 0 and talk through sockets (``one_gpu.py``), ours when they exchange new KV, too. So
 a wall time is the work of all ranks and their communication, one after the other: it compares two
 implementations, and says nothing about time to first token on several GPUs. Kernels that do not
-communicate, of all ranks together, are counted and timed by the profiler in a prefill of their own.
-Decode steps run prompts of one token. ``--sizes 1`` tells what the two versions of vLLM differ by
-without PCP.
+communicate, of all ranks together, are counted and timed by the profiler in a prefill of their own;
+while several ranks have some to run, the time of one holds that of others. Decode steps run prompts
+of one token. CUDA graphs are ours by default, PIECEWISE the rival's, whose PCP takes no others.
+``--sizes 1`` tells what the two versions of vLLM differ by without PCP.
 
 To be expected of an engine with all that it measures: three minutes. Figures are printed, and kept,
 as they come.
@@ -82,6 +83,10 @@ def measure(
 ) -> Iterator[tuple[str, list[Row]]]:
     """Run tasks, ``kind/number``, on one engine."""
     whose, size, mode = step.split("/")
+    options = engine_options(args, whose, int(size))
+    if whose == RIVAL and size != "1" and mode == "graphs":
+        # It takes no other ones.
+        options["compilation_config"] = {"cudagraph_mode": "PIECEWISE"}
     llm = start_engine(
         model_folder(args.shape),
         worker_extension_cls="layer_probe.LayerProbe",
@@ -89,7 +94,7 @@ def measure(
         max_model_len=max(args.lengths) + args.decode_tokens,
         max_num_batched_tokens=max(args.lengths),
         kv_gib=args.kv_gib,
-        **engine_options(args, whose, int(size)),
+        **options,
     )
     common = {"whose": whose, "vllm": version("vllm"), "pcp_world_size": int(size), "mode": mode}
     for task in tasks:

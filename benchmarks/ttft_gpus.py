@@ -16,7 +16,7 @@ way back.
 "EP" gives whole experts to a rank, "replicated" gives it all; PCP and TP without either give each
 rank a slice of every expert.
 "gather": ranks gather new KV, instead of writing to each other's caches. "all rows": the last layer
-computes more than the rows that are sampled from; "sampled": attention of MLA leaves rows out, too.
+computes more than the rows that are sampled from.
 
 One engine a shape, layout and mode, in a subprocess; a run that was cut short goes on where it was.
 ``--together 4 --kv-gib 4`` starts four at a time, if a GPU can hold them, and measures in turn.
@@ -62,7 +62,6 @@ PCP, TP = "prefill_context_parallel_size", "tensor_parallel_size"
 EP, EXTRA = "enable_expert_parallel", "additional_config"
 GATHER = {"pcp_kv_exchange": "gather"}
 ALL_ROWS = {"pcp_last_layer": "all"}
-SAMPLED = {"pcp_last_layer": "sampled"}
 # Prompts for comparing tokens: around 2P, around blocks of 16, in one step and in several.
 EQUALITY_LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33, 100, 257, 1000, 2047, 2500, 5000)
 EQUALITY_TOKENS = 16
@@ -80,8 +79,6 @@ def layouts(shape: str, num_gpus: int) -> dict[str, dict[str, Any]]:
         several[f"PCP{num_gpus} replicated"] = {PCP: num_gpus, EXTRA: REPLICATED_EXPERTS}
     if not is_cpu_build():
         several[f"PCP{num_gpus} all rows"] = {PCP: num_gpus, EXTRA: ALL_ROWS}
-        if kind(shape) == "mla":
-            several[f"PCP{num_gpus} sampled"] = {PCP: num_gpus, EXTRA: SAMPLED}
         if not KINDS[kind(shape)].index_topk:
             several[f"PCP{num_gpus} gather"] = {PCP: num_gpus, EXTRA: GATHER}
             several[f"PCP{num_gpus} gather, all rows"] = {PCP: num_gpus, EXTRA: GATHER | ALL_ROWS}
