@@ -15,6 +15,7 @@ way back.
 
 "EP" gives whole experts to a rank, "replicated" gives it all; PCP and TP without either give each
 rank a slice of every expert.
+"DCP": ranks share one KV cache, which costs where a step finds tokens in it (``--batched-tokens``).
 "gather": ranks gather new KV, instead of writing to each other's caches. "all rows": the last layer
 computes more than the rows that are sampled from.
 
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 NAME = "ttft_gpus"
 NUM_WARMUPS = 2
 PCP, TP = "prefill_context_parallel_size", "tensor_parallel_size"
+DCP = "decode_context_parallel_size"
 EP, EXTRA = "enable_expert_parallel", "additional_config"
 GATHER = {"pcp_kv_exchange": "gather"}
 ALL_ROWS = {"pcp_last_layer": "all"}
@@ -78,6 +80,7 @@ def layouts(shape: str, num_gpus: int) -> dict[str, dict[str, Any]]:
         several[f"PCP{num_gpus} EP"] = {PCP: num_gpus, EP: True}
         several[f"PCP{num_gpus} replicated"] = {PCP: num_gpus, EXTRA: REPLICATED_EXPERTS}
     if not is_cpu_build():
+        several[f"PCP{num_gpus} DCP{num_gpus}"] = {PCP: num_gpus, DCP: num_gpus}
         several[f"PCP{num_gpus} all rows"] = {PCP: num_gpus, EXTRA: ALL_ROWS}
         if not KINDS[kind(shape)].index_topk:
             several[f"PCP{num_gpus} gather"] = {PCP: num_gpus, EXTRA: GATHER}
