@@ -32,8 +32,7 @@ later layers the rounding before them chooses as well: there the share is printe
 in bf16 takes the place of the error, and may be ``MAX_GAP``.
 
 With MLA and an FP8 cache, P = 1 reads the new tokens of a prompt in bf16, P > 1 out of the cache.
-On average that is an error 1.4 times as large (emulated in fp32; TRITON_MLA has shown 1.4 to 1.7),
-within the bound.
+On average that is an error 1.4 times as large (emulated in fp32), within the bound.
 
 Engines are forked from this process, which has imported vLLM but not touched the GPU: that saves
 the imports of each rank. ``--jobs`` of them run at a time, spread over ``--gpus``; the ranks of one

@@ -287,9 +287,6 @@ def _sequence_parallelism(config: VllmConfig) -> str | None:
     return "pass_config.enable_sp=True" if passes.enable_sp else None
 
 
-_selected_tokens = _hf_setting("index_topk")
-
-
 def _experts_of_tp(config: VllmConfig) -> str | None:
     model = config.model_config
     if replicates_experts(config):
@@ -404,7 +401,7 @@ def peer_obstacles(config: VllmConfig) -> list[str]:
     p2p_disable = os.environ.get("NCCL_P2P_DISABLE", "")
     obstacles = {
         "a platform other than CUDA": not current_platform.is_cuda(),
-        f"architecture={config.model_config.architecture}": _selected_tokens(config) is not None,
+        f"architecture={config.model_config.architecture}": bool(_hf_value(config, "index_topk")),
         f"decode_context_parallel_size={dcp_size}": dcp_size > 1,
         "kv_transfer_config": config.kv_transfer_config is not None,
         "kv_offloading_size": config.cache_config.kv_offloading_size is not None,
