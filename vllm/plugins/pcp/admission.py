@@ -398,13 +398,20 @@ def peer_obstacles(config: VllmConfig) -> list[str]:
     from vllm.platforms import current_platform
 
     dcp_size = config.parallel_config.decode_context_parallel_size
-    p2p_disable = os.environ.get("NCCL_P2P_DISABLE", "")
     obstacles = {
         "a platform other than CUDA": not current_platform.is_cuda(),
         f"architecture={config.model_config.architecture}": bool(_hf_value(config, "index_topk")),
         f"decode_context_parallel_size={dcp_size}": dcp_size > 1,
         "kv_transfer_config": config.kv_transfer_config is not None,
         "kv_offloading_size": config.cache_config.kv_offloading_size is not None,
+    }
+    return [name for name, is_obstacle in obstacles.items() if is_obstacle] + memory_obstacles()
+
+
+def memory_obstacles() -> list[str]:
+    """Return the settings of the environment that keep ranks from each other's memory."""
+    p2p_disable = os.environ.get("NCCL_P2P_DISABLE", "")
+    obstacles = {
         # Memory that moves, and of which each piece would be a file descriptor.
         "expandable_segments:True": "expandable_segments:true" in _allocator_settings(),
         # Peers' memory is not to be reached.

@@ -7,6 +7,7 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer import ensure_kv_transfer_initialized
+from vllm.distributed.pcp.direct_all_reduce import init_direct_all_reduce
 from vllm.distributed.pcp.groups import init_dcp_group
 from vllm.model_executor.layers.pcp import register_layers
 from vllm.plugins.pcp.options import replicates_experts
@@ -41,10 +42,14 @@ class PCPWorkerMixin(_WorkerBase):
     def init_device(self) -> None:
         """Initialise groups and build the stock runner, then make it a PCP runner.
 
-        Collectives: those of ``init_dcp_group``.
+        Collectives: those of ``init_dcp_group`` and, if ranks share experts, those of
+        ``init_direct_all_reduce``.
         """
         super().init_device()
         init_dcp_group()
+        if self.model_config.is_moe and not replicates_experts(self.vllm_config):
+            assert self.device is not None
+            init_direct_all_reduce(self.device)
         self.pcp_runner = make_pcp_runner(self.model_runner)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:

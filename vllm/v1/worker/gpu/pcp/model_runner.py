@@ -25,6 +25,7 @@ from vllm.distributed.pcp.collectives import (
     do_all_ranks,
     gather_rows,
 )
+from vllm.distributed.pcp.direct_all_reduce import captured_all_reduces, close_direct_all_reduce
 from vllm.distributed.pcp.peer_caches import check_reach, close_peer_caches
 from vllm.distributed.pcp.shard_collectives import exchange_blocks, gather_shards
 from vllm.distributed.pcp.step import REPLICATED, StepState, set_step_state
@@ -246,12 +247,14 @@ class PCPRunnerMixin(_RunnerBase):
         Returns:
             Bytes that the graphs take.
 
-        Collectives: those of the layers of experts, and of ``_leave_rows_out``.
+        Collectives: those of the layers of experts, of ``_leave_rows_out`` and of
+        ``captured_all_reduces``.
         """
-        num_bytes: int = super().capture_model()
-        assert self.cudagraph_manager is not None
-        if PartitionGraphs.are_wanted(self.cudagraph_manager):
-            num_bytes += self._capture_partition_graphs()
+        with captured_all_reduces():
+            num_bytes: int = super().capture_model()
+            assert self.cudagraph_manager is not None
+            if PartitionGraphs.are_wanted(self.cudagraph_manager):
+                num_bytes += self._capture_partition_graphs()
         return num_bytes
 
     def _capture_partition_graphs(self) -> int:
@@ -608,6 +611,7 @@ class PCPRunnerMixin(_RunnerBase):
             super().shutdown()
         finally:
             close_peer_caches()
+            close_direct_all_reduce()
             if self.cudagraph_manager is not None:
                 self.cudagraph_manager.graphs.clear()
             for wrapper in (CUDAGraphWrapper, BreakableCUDAGraphWrapper):

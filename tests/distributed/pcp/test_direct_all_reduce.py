@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When ranks add up rows by reading each other's memory, with a stand-in for what does so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm.distributed import parallel_state
+from vllm.distributed.pcp import direct_all_reduce as direct
+
+MOST_ROWS = 8
+
+
+class Direct:
+    """Doubles rows, if there are few."""
+
+    def __init__(self, group: object, device: torch.device) -> None:
+        self.group, self.disabled = group, device.type == "meta"
+        self.is_capturing = self.is_closed = False
+
+    def custom_all_reduce(self, rows: torch.Tensor) -> torch.Tensor | None:
+        return 2 * rows if len(rows) <= MOST_ROWS else None
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        self.is_capturing = True
+        try:
+            yield
+        finally:
+            self.is_capturing = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Direct]]:
+    """Return what is made; other ranks say what this one says."""
+    made: list[Direct] = []
+
+    def make(*args: Any) -> Direct:
+        made.append(Direct(*args))
+        return made[-1]
+
+    monkeypatch.setattr(direct, "CustomAllreduce", make)
+    monkeypatch.setattr(direct, "get_pcp_group", lambda: SimpleNamespace(cpu_group="cpu"))
+    monkeypatch.setattr(direct, "pynccl_communicator", lambda _: object())
+    monkeypatch.setattr(direct, "do_all_ranks", lambda is_so: is_so)
+    yield made
+    direct.close_direct_all_reduce()
+
+
+def test_few_rows_are_added_up_directly(made: list[Direct]) -> None:
+    direct.init_direct_all_reduce(torch.device("cpu"))
+    rows = torch.ones(MOST_ROWS, 4)
+    summed = direct.direct_all_reduce(rows)
+    assert summed is not None
+    assert torch.equal(summed, 2 * rows)
+    assert direct.direct_all_reduce(torch.ones(MOST_ROWS + 1, 4)) is None
+    assert made[0].group == "cpu"
+    direct.close_direct_all_reduce()
+    assert made[0].is_closed
+    assert direct.direct_all_reduce(rows) is None
+
+
+def test_graphs_are_captured_with_it_looking(made: list[Direct]) -> None:
+    with direct.captured_all_reduces():
+        pass
+    direct.init_direct_all_reduce(torch.device("cpu"))
+    with direct.captured_all_reduces():
+        assert made[0].is_capturing
+    assert not made[0].is_capturing
+
+
+@pytest.mark.parametrize(
+    "why", ["option", "environment", "no NCCL", "another rank cannot", "this one cannot"]
+)
+def test_all_ranks_do_or_none(
+    made: list[Direct], monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    device = torch.device("meta" if why == "this one cannot" else "cpu")
+    if why == "option":
+        monkeypatch.setattr(parallel_state, "_ENABLE_CUSTOM_ALL_REDUCE", False)
+    elif why == "environment":
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    elif why == "no NCCL":
+        monkeypatch.setattr(direct, "pynccl_communicator", lambda _: None)
+    elif why == "another rank cannot":
+        monkeypatch.setattr(direct, "do_all_ranks", lambda _: False)
+    direct.init_direct_all_reduce(device)
+    assert direct.direct_all_reduce(torch.ones(1, 4)) is None
+    assert [each.is_closed for each in made] == [True] * why.endswith("cannot")

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All-reduces of few rows on the PCP group by reading the memory of its other GPUs.
+
+In a decode step each layer of experts that ranks share waits for one. What that takes is latency
+alone, of which NCCL has several times more than vLLM's kernel for TP groups, ``CustomAllreduce``.
+vLLM makes none for other groups; this module makes one for the PCP group and, as vLLM does for TP,
+shows it the capture of CUDA graphs: it then learns where the graphs have their rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from vllm.distributed import parallel_state
+from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
+from vllm.distributed.parallel_state import get_pcp_group
+from vllm.distributed.pcp.collectives import do_all_ranks, pynccl_communicator
+from vllm.logger import init_logger
+from vllm.plugins.pcp.admission import memory_obstacles
+
+logger = init_logger(__name__)
+
+_direct: CustomAllreduce | None = None
+
+
+def init_direct_all_reduce(device: torch.device) -> None:
+    """Make ``direct_all_reduce`` work, where GPUs can reach each other.
+
+    Not with ``--disable-custom-all-reduce``, nor with settings that keep ranks from each other's
+    memory. vLLM logs what else keeps it from working.
+
+    Collectives: those of ``CustomAllreduce`` on the PCP group and of ``do_all_ranks``.
+    """
+    global _direct
+    group = get_pcp_group()
+    is_wanted = parallel_state._ENABLE_CUSTOM_ALL_REDUCE and not memory_obstacles()
+    if not is_wanted or pynccl_communicator(group) is None:
+        return
+    direct = CustomAllreduce(group.cpu_group, device)
+    # Ranks that did not all see the same would wait for each other in different kernels.
+    if do_all_ranks(not direct.disabled):
+        _direct = direct
+        logger.info("Ranks add up what experts give by reading each other's memory.")
+    else:
+        direct.close()
+
+
+def close_direct_all_reduce() -> None:
+    """Leave the memory of the others, if it was opened."""
+    global _direct
+    if _direct is not None:
+        _direct.close()
+        _direct = None
+
+
+@contextmanager
+def captured_all_reduces() -> Iterator[None]:
+    """Let CUDA graphs be captured; what runs meanwhile and is not captured gets no sums.
+
+    Collectives: at the end one broadcast for each rank on the PCP group's CPU group.
+    """
+    if _direct is None:
+        yield
+    else:
+        with _direct.capture():
+            yield
+
+
+def direct_all_reduce(rows: torch.Tensor) -> torch.Tensor | None:
+    """Return the sum over the PCP group's ranks, bitwise the same on each; None if it cannot.
+
+    Args:
+        rows: Contiguous, the same shape on every rank. Up to 8 MiB and a multiple of 16 bytes.
+    """
+    return None if _direct is None else _direct.custom_all_reduce(rows)
