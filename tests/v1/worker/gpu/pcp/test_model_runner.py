@@ -392,7 +392,7 @@ LAST_LAYERS: dict[str, tuple[list[Any], bool, bool, bool]] = {
         [flash_attention(), flash_attention(kv_cache_dtype="fp8")],
         True,
         False,
-        False,
+        True,
     ),
     "another backend": ([object(), flash_attention()], True, False, False),
     "MLA": ([mla(), mla()], True, False, True),

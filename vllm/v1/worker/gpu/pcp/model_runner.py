@@ -34,7 +34,6 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.plugins.pcp.admission import peer_obstacles
 from vllm.plugins.pcp.options import kv_exchange, samples_last_layer
-from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backends.pcp import BACKENDS
 from vllm.v1.attention.backends.pcp.mla.latent import PlannedPrefillMixin
 from vllm.v1.attention.backends.pcp.mla.prefill_backend import AttendingPrefillBackend
@@ -322,7 +321,7 @@ class PCPRunnerMixin(_RunnerBase):
         kind: type[Any]
         last: Any = ran[-1].impl if ran else PCPFlashAttentionImpl.ran_last
         if isinstance(last, PCPFlashAttentionImpl):
-            can = last.dcp_world_size == 1 and not is_quantized_kv_cache(last.kv_cache_dtype)
+            can = last.dcp_world_size == 1
             kind = PCPFlashAttentionImpl
         else:
             backend = getattr(ran[-1], "prefill_backend", None) if ran else None
