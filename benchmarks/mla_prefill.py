@@ -3,9 +3,10 @@
 
     python benchmarks/mla_prefill.py [--sizes 2 8] [--lengths 32768 131072]
 
-One layer with DeepSeek-V2-Lite's attention and a dense MLP, bf16, dummy weights, eager, at most
+Three layers with DeepSeek-V2-Lite's attention and a dense MLP, bf16, dummy weights, eager, at most
 32768 tokens a step. Every rank of every P runs alone on one GPU (``solo_rank.py``). What is timed
-is the prefill attention of the layer, from queries and cache to output, over all steps of a prompt.
+is the prefill attention of the last layer, from queries and cache to output, over all steps of a
+prompt; the first layer makes the plan of a step, once for all.
 ``planned`` is ours: latents from 0 to the end of the request's last row are read and up-projected
 once, and each row attends to a prefix of them. ``by row`` is vLLM's own path with the same rows:
 each reads and up-projects its own context, attends to it and to its new tokens apart, and merges.
@@ -43,7 +44,7 @@ def measure(
 ) -> Iterator[tuple[str, list[Row]]]:
     """Run every rank on prompts of the tasks' lengths."""
     llm = start_engine(
-        model_folder(args.shape, num_hidden_layers=1, first_k_dense_replace=1),
+        model_folder(args.shape, num_hidden_layers=3, first_k_dense_replace=3),
         enforce_eager=True,
         max_model_len=max(args.lengths) + 1,
         max_num_batched_tokens=args.batched_tokens,

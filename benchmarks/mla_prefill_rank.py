@@ -15,14 +15,13 @@ from vllm.v1.attention.backends.pcp.mla.latent import PCPPrefillMetadata
 
 
 class MLAPrefillWorker(SoloRankWorker):
-    """``SoloRankWorker`` that notes each call of ``forward_mha``: up-projections and attention."""
+    """``SoloRankWorker`` that notes what prefill attention of the last layer takes, each call."""
 
     def watch_prefill(self) -> None:
-        """Time the layers of the rank that is played now."""
+        """Time the last layer of the rank that is played now: up-projections and attention."""
         self._calls: list[tuple[bool, Callable[[], float]]] = []
-        for layer in self._attention_layers():
-            impl = layer.impl
-            impl.forward_mha = self._timed(type(impl).forward_mha.__get__(impl))
+        impl = self._attention_layers()[-1].impl
+        impl.forward_mha = self._timed(type(impl).forward_mha.__get__(impl))
 
     def take_prefill(self) -> list[dict[str, float | bool]]:
         """Return ``seconds`` of each call since the last time, and whether it ``is_planned``."""
