@@ -126,9 +126,10 @@ class SoloRankWorker(_Worker):
         self.play_rank(additional_config["pcp_world_size"], 0)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the model, and time its indexers from now on."""
+        """Load the model, and time its indexers from now on if it is not compiled."""
         super().load_model(*args, **kwargs)
-        if self.device.type == "cuda":
+        # Hooks would be compiled with their modules, and with the events of that one time.
+        if self.device.type == "cuda" and self.model_config.enforce_eager:
             for module in self.get_model().modules():
                 if isinstance(module, Indexer):
                     module.register_forward_pre_hook(self._begin_indexer)
