@@ -11,6 +11,8 @@ import numpy as np
 from harness import print_table, spread
 from steps import Row
 
+# Title, headers, lines.
+Table = tuple[str, Sequence[str], list[list[Any]]]
 ONE = "one GPU"
 MODES = ("eager", "graphs")
 EQUALITY = "equality"
@@ -72,7 +74,10 @@ def compared_with_one_gpu(rows: Sequence[Row], kind: str, x: str) -> list[Row]:
 
 
 def compare_tokens(row: Row, reference: Row) -> tuple[int, float]:
-    """Return how many outputs differ at some token, and the worst logprob difference before it."""
+    """Return how many outputs differ at some token, and the worst logprob difference up to there.
+
+    Where two tokens are as good as equal, the better one is as probable on both sides, too.
+    """
     num_different, worst = 0, 0.0
     for tokens, reference_tokens, logprobs, reference_logprobs in zip(
         *(each[key] for key in ("tokens", "logprobs") for each in (row, reference)), strict=True
@@ -81,32 +86,30 @@ def compare_tokens(row: Row, reference: Row) -> tuple[int, float]:
         num_same = len(tokens) if is_same.all() else int(np.argmin(is_same))
         num_different += num_same < len(tokens)
         differences = np.abs(np.subtract(logprobs, reference_logprobs))
-        worst = max(worst, float(differences[:num_same].max(initial=0)))
+        worst = max(worst, float(differences[: num_same + 1].max()))
     return num_different, worst
 
 
 def print_report(num_gpus: int, rows: Sequence[Row]) -> None:
-    """Print all tables."""
-    print_ttft(num_gpus, rows)
-    print_parts(rows)
-    print_decode(rows)
-    print_gather(num_gpus, rows)
-    print_trace(rows)
-    print_experts(rows)
-    print_equality(rows)
+    """Print all tables that have anything in them."""
+    for title, headers, table in (
+        ttft_table(num_gpus, rows),
+        parts_table(rows),
+        decode_table(rows),
+        gather_table(num_gpus, rows),
+        trace_table(rows),
+        experts_table(rows),
+        equality_table(rows),
+    ):
+        if table:
+            print(title)
+            print_table(headers, table)
+            print()
     print("\n".join(BARS))
 
 
-def print_section(title: str, headers: Sequence[str], table: Sequence[Sequence[Any]]) -> None:
-    """Print a table under its title, if there is anything in it."""
-    if table:
-        print(title)
-        print_table(headers, table)
-        print()
-
-
-def print_ttft(num_gpus: int, rows: Sequence[Row]) -> None:
-    """Print times to first token."""
+def ttft_table(num_gpus: int, rows: Sequence[Row]) -> Table:
+    """Return times to first token."""
     table = []
     for row in compared_with_one_gpu(rows, "ttft", "num_tokens"):
         times = [1e3 * row[key] for key in ("mean", "p99", "std")]
@@ -127,11 +130,11 @@ def print_ttft(num_gpus: int, rows: Sequence[Row]) -> None:
         "speed-up",
         "of ideal",
     ]
-    print_section("Time to first token, ms", headers, table)
+    return "Time to first token, ms", headers, table
 
 
-def print_parts(rows: Sequence[Row]) -> None:
-    """Print what times to first token are made of."""
+def parts_table(rows: Sequence[Row]) -> Table:
+    """Return what times to first token are made of."""
     table = []
     for row in rows:
         if row["kind"] == "parts":
@@ -140,11 +143,11 @@ def print_parts(rows: Sequence[Row]) -> None:
             table.append([*names, *(1e3 * seconds for seconds in times)])
     table.sort(key=lambda line: line[:3])
     headers = ["shape", "mode", "tokens", "layout", "TTFT", "to workers", "prepare", "GPU", "back"]
-    print_section("Parts of the time to first token, medians, ms", headers, table)
+    return "Parts of the time to first token, medians, ms", headers, table
 
 
-def print_decode(rows: Sequence[Row]) -> None:
-    """Print times per output token."""
+def decode_table(rows: Sequence[Row]) -> Table:
+    """Return times per output token."""
     table = []
     for row in compared_with_one_gpu(rows, "decode", "concurrency"):
         times = [1e3 * row[key] for key in ("mean", "p99", "std")]
@@ -152,11 +155,11 @@ def print_decode(rows: Sequence[Row]) -> None:
         names = [row["shape"], row["mode"], row["concurrency"], row["layout"]]
         table.append([*names, *times, row["n"], ratio])
     headers = ["shape", "mode", "requests", "layout", "mean", "P99", "std", "n", "to one GPU"]
-    print_section("Time per output token, ms", headers, table)
+    return "Time per output token, ms", headers, table
 
 
-def print_gather(num_gpus: int, rows: Sequence[Row]) -> None:
-    """Print how long it takes until all ranks have the new KV of a layer."""
+def gather_table(num_gpus: int, rows: Sequence[Row]) -> Table:
+    """Return how long it takes until all ranks have the new KV of a layer."""
     table = []
     for row in rows:
         if row["kind"] == "gather":
@@ -166,11 +169,11 @@ def print_gather(num_gpus: int, rows: Sequence[Row]) -> None:
             times = [1e3 * seconds, received / seconds / 1e9]
             table.append([row["shape"], row["layout"], *sizes, *times])
     headers = ["shape", "layout", "tokens", "MiB", "median ms", "GB/s into a GPU"]
-    print_section("New KV of one layer to all ranks, alone", headers, table)
+    return "New KV of one layer to all ranks, alone", headers, table
 
 
-def print_trace(rows: Sequence[Row]) -> None:
-    """Print how much of a prefill is communication."""
+def trace_table(rows: Sequence[Row]) -> Table:
+    """Return how much of a prefill is communication."""
     table = []
     for row in rows:
         if row["kind"] == "trace":
@@ -180,22 +183,22 @@ def print_trace(rows: Sequence[Row]) -> None:
             names = [row["shape"], row["layout"], row["num_tokens"]]
             table.append([*names, *(1e3 * seconds for seconds in times), share])
     headers = ["shape", "layout", "tokens", "TTFT", "kernels", "communication", "of TTFT"]
-    print_section("Kernels of one prefill, on the rank that waited least, ms", headers, table)
+    return "Kernels of one prefill, on the rank that waited least, ms", headers, table
 
 
-def print_experts(rows: Sequence[Row]) -> None:
-    """Print how evenly tokens go to the experts."""
+def experts_table(rows: Sequence[Row]) -> Table:
+    """Return how evenly tokens go to the experts."""
     table = [
         [row["shape"], row["layout"], row["num_tokens"], max(row["busiest_experts"])]
         for row in rows
         if row["kind"] == "experts"
     ]
     headers = ["shape", "layout", "tokens", "to the mean"]
-    print_section("Load of the busiest expert of any layer", headers, table)
+    return "Load of the busiest expert of any layer", headers, table
 
 
-def print_equality(rows: Sequence[Row]) -> None:
-    """Print how the tokens of PCP compare with one GPU's."""
+def equality_table(rows: Sequence[Row]) -> Table:
+    """Return how the tokens of PCP compare with one GPU's."""
     outputs = {(row["shape"], row["layout"]): row for row in rows if row["kind"] == EQUALITY}
     table = []
     for (shape, layout), row in outputs.items():
@@ -206,4 +209,4 @@ def print_equality(rows: Sequence[Row]) -> None:
                 names = [shape, layout, prompts, len(row[prompts]["tokens"])]
                 table.append([*names, num_different, f"{worst:.4f}"])
     headers = ["shape", "layout", "prompts", "outputs", "that differ", "worst logprob difference"]
-    print_section("Greedy tokens against one GPU, small checkpoints", headers, table)
+    return "Greedy tokens against one GPU, small checkpoints", headers, table
