@@ -20,6 +20,8 @@ from torch.profiler import ProfilerActivity, profile
 from vllm.distributed.pcp.kv_gather import get_kv_gather
 from vllm.distributed.pcp.peer_caches import get_peer_caches
 
+NUM_LONGEST = 20
+
 
 def _gather(num_tokens: int, row_bytes: int) -> None:
     gather = get_kv_gather()
@@ -67,21 +69,27 @@ class CommunicationProbe(ExpertProbe):
         self._kernel_trace = profile(activities=[ProfilerActivity.CUDA])
         self._kernel_trace.start()
 
-    def stop_kernel_trace(self) -> dict[str, float]:
+    def stop_kernel_trace(self) -> dict[str, Any]:
         """Return the seconds of all kernels since the start, and of those that communicate.
 
         A rank that arrives early waits inside the kernel: the rank that waited least is nearest to
         the time on the link.
+
+        Returns:
+            ``kernels``, ``communication``, and ``longest``: name, count and seconds of those that
+            take the most.
         """
         torch.cuda.synchronize()
         self._kernel_trace.stop()
-        kernels = communication = 0.0
-        for event in self._kernel_trace.key_averages():
-            seconds = event.self_device_time_total / 1e6
-            kernels += seconds
-            if communicates(event.key):
-                communication += seconds
-        return {"kernels": kernels, "communication": communication}
+        kernels = [
+            (event.key, event.count, event.self_device_time_total / 1e6)
+            for event in self._kernel_trace.key_averages()
+        ]
+        return {
+            "kernels": sum(seconds for _, _, seconds in kernels),
+            "communication": sum(seconds for name, _, seconds in kernels if communicates(name)),
+            "longest": sorted(kernels, key=lambda kernel: -kernel[2])[:NUM_LONGEST],
+        }
 
     def watch_step(self) -> None:
         """Take the time of the next step."""

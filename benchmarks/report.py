@@ -18,6 +18,7 @@ import kv_capacity
 from ttft_cpu import LAYOUTS, times
 from ttft_gpus_report import (
     ONE,
+    decode_trace_table,
     equality_table,
     experts_table,
     gather_table,
@@ -188,6 +189,7 @@ def ttft_gpus(result: dict[str, Any]) -> list[str]:
         parts_table(rows),
         gather_table(num_gpus, rows),
         trace_table(rows),
+        decode_trace_table(rows),
         experts_table(rows),
         equality_table(rows),
     ):

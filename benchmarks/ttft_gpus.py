@@ -11,7 +11,7 @@ and how evenly tokens go to the experts. ``equality`` compares the greedy tokens
 of one GPU, engines as they are by default, on a small checkpoint of the shape's kind; with dense
 MLA, what ran together is no yardstick (one GPU may be wrong there). ``parts`` tells what a time to
 first token is made of: on the way to the workers, before the forward pass, on the GPU, and on the
-way back.
+way back; ``decode_trace`` which kernels decode steps run.
 
 "EP" gives whole experts to a rank, "replicated" gives it all; PCP and TP without either give each
 rank a slice of every expert.
@@ -177,6 +177,20 @@ def measure_trace(llm: LLM, args: argparse.Namespace, num_tokens: int) -> Row:
     }
 
 
+def measure_decode_trace(llm: LLM, args: argparse.Namespace, concurrency: int) -> Row:
+    """Record the kernels of decode steps on every rank, after some that are not recorded."""
+    prompts = random_prompts([1] * concurrency, args.vocab_size)
+    time_per_output_token(llm, prompts, args.decode_tokens)
+    llm.collective_rpc("start_kernel_trace")
+    seconds = time_per_output_token(llm, prompts, args.decode_tokens)
+    return {
+        "concurrency": concurrency,
+        "num_steps": args.decode_tokens,
+        "seconds": seconds,
+        "ranks": llm.collective_rpc("stop_kernel_trace"),
+    }
+
+
 def measure_parts(llm: LLM, args: argparse.Namespace, num_tokens: int) -> Row:
     """Cut the time to first token into parts, as rank 0 sees them."""
     (prompt,) = random_prompts([num_tokens], args.vocab_size)
@@ -212,6 +226,7 @@ MEASURES = {
     "decode": measure_decode,
     "gather": measure_gather,
     "trace": measure_trace,
+    "decode_trace": measure_decode_trace,
     "experts": measure_experts,
 }
 
@@ -259,6 +274,7 @@ def tasks_of(args: argparse.Namespace, step: str) -> list[str]:
     numbers: dict[str, Sequence[int]] = {"ttft": args.lengths, "decode": args.concurrencies}
     if not is_cpu_build():
         numbers["parts"] = [n for n in args.lengths if n <= args.batched_tokens]
+        numbers["decode_trace"] = args.concurrencies
     if mode == "eager" and not is_cpu_build():
         if ranks:
             numbers["trace"] = args.lengths

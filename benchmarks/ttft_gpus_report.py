@@ -98,6 +98,7 @@ def print_report(num_gpus: int, rows: Sequence[Row]) -> None:
         decode_table(rows),
         gather_table(num_gpus, rows),
         trace_table(rows),
+        decode_trace_table(rows),
         experts_table(rows),
         equality_table(rows),
     ):
@@ -184,6 +185,21 @@ def trace_table(rows: Sequence[Row]) -> Table:
             table.append([*names, *(1e3 * seconds for seconds in times), share])
     headers = ["shape", "layout", "tokens", "TTFT", "kernels", "communication", "of TTFT"]
     return "Kernels of one prefill, on the rank that waited least, ms", headers, table
+
+
+def decode_trace_table(rows: Sequence[Row]) -> Table:
+    """Return how much of a decode step are kernels and communication."""
+    table = []
+    for row in rows:
+        if row["kind"] == "decode_trace":
+            rank = min(row["ranks"], key=lambda rank: rank["communication"])
+            times = [rank[key] / row["num_steps"] for key in ("kernels", "communication")]
+            names = [row["shape"], row["mode"], row["concurrency"], row["layout"]]
+            table.append([*names, *(1e3 * seconds for seconds in (row["seconds"], *times))])
+    table.sort(key=lambda line: line[:3])
+    headers = ["shape", "mode", "requests", "layout", "TPOT", "kernels", "communication"]
+    title = "Kernels of a decode step, profiled, on the rank that waited least, ms"
+    return title, headers, table
 
 
 def experts_table(rows: Sequence[Row]) -> Table:
