@@ -51,6 +51,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Direct]]:
     monkeypatch.setattr(direct, "CustomAllreduce", make)
     monkeypatch.setattr(direct, "get_pcp_group", lambda: SimpleNamespace(cpu_group="cpu"))
     monkeypatch.setattr(direct, "pynccl_communicator", lambda _: object())
+    monkeypatch.setattr(direct, "require_links", lambda *_: True)
     monkeypatch.setattr(direct, "do_all_ranks", lambda is_so: is_so)
     yield made
     direct.close_direct_all_reduce()
@@ -78,8 +79,21 @@ def test_graphs_are_captured_with_it_looking(made: list[Direct]) -> None:
     assert not made[0].is_capturing
 
 
+def no_links(*_: object) -> bool:
+    raise RuntimeError("GPUs [0, 2] are not all connected by NVLink")
+
+
 @pytest.mark.parametrize(
-    "why", ["option", "environment", "no NCCL", "another rank cannot", "this one cannot"]
+    "why",
+    [
+        "option",
+        "environment",
+        "no NCCL",
+        "no NVLink",
+        "one GPU for all",
+        "another rank cannot",
+        "this one cannot",
+    ],
 )
 def test_all_ranks_do_or_none(
     made: list[Direct], monkeypatch: pytest.MonkeyPatch, why: str
@@ -91,8 +105,13 @@ def test_all_ranks_do_or_none(
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     elif why == "no NCCL":
         monkeypatch.setattr(direct, "pynccl_communicator", lambda _: None)
+    elif why == "no NVLink":
+        monkeypatch.setattr(direct, "require_links", no_links)
+    elif why == "one GPU for all":
+        monkeypatch.setattr(direct, "require_links", lambda *_: False)
     elif why == "another rank cannot":
         monkeypatch.setattr(direct, "do_all_ranks", lambda _: False)
     direct.init_direct_all_reduce(device)
     assert direct.direct_all_reduce(torch.ones(1, 4)) is None
+    # vLLM's own look at GPUs fails where there are fewer than ranks.
     assert [each.is_closed for each in made] == [True] * why.endswith("cannot")

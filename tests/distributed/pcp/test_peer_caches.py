@@ -225,7 +225,7 @@ def test_ranks_copy_over_nvlink_or_on_one_gpu(
         with pytest.raises(RuntimeError, match=r"GPUs \[0, 4\] are not all connected by NVLink"):
             peer_caches.require_links(device, TWO_RANKS)
     else:
-        peer_caches.require_links(device, TWO_RANKS)
+        assert peer_caches.require_links(device, TWO_RANKS) == (uuid == "there")
     assert asked == ([] if uuid == "here" else [[0, 4]])
 
 

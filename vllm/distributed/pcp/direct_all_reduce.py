@@ -18,6 +18,7 @@ from vllm.distributed import parallel_state
 from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
 from vllm.distributed.parallel_state import get_pcp_group
 from vllm.distributed.pcp.collectives import do_all_ranks, pynccl_communicator
+from vllm.distributed.pcp.peer_caches import require_links
 from vllm.logger import init_logger
 from vllm.plugins.pcp.admission import memory_obstacles
 
@@ -27,24 +28,31 @@ _direct: CustomAllreduce | None = None
 
 
 def init_direct_all_reduce(device: torch.device) -> None:
-    """Make ``direct_all_reduce`` work, where GPUs can reach each other.
+    """Make ``direct_all_reduce`` work, where NVLink connects the ranks' GPUs.
 
     Not with ``--disable-custom-all-reduce``, nor with settings that keep ranks from each other's
     memory. vLLM logs what else keeps it from working.
 
-    Collectives: those of ``CustomAllreduce`` on the PCP group and of ``do_all_ranks``.
+    Collectives: those of ``require_links``, and then those of ``CustomAllreduce`` on the PCP group
+    and of ``do_all_ranks``.
     """
     global _direct
     group = get_pcp_group()
     is_wanted = parallel_state._ENABLE_CUSTOM_ALL_REDUCE and not memory_obstacles()
     if not is_wanted or pynccl_communicator(group) is None:
         return
-    direct = CustomAllreduce(group.cpu_group, device)
+    try:
+        # vLLM looks at the first GPUs of the host, whichever the ranks have.
+        can = require_links(device, group)
+    except RuntimeError as error:
+        logger.info("Ranks add up what experts give by NCCL: %s.", error)
+        can = False
+    direct = CustomAllreduce(group.cpu_group, device) if can else None
     # Ranks that did not all see the same would wait for each other in different kernels.
-    if do_all_ranks(not direct.disabled):
+    if do_all_ranks(direct is not None and not direct.disabled):
         _direct = direct
         logger.info("Ranks add up what experts give by reading each other's memory.")
-    else:
+    elif direct is not None:
         direct.close()
 
 

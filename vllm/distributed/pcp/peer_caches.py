@@ -192,8 +192,11 @@ def _open(handle: Handle, device: torch.device) -> torch.UntypedStorage:
     return storage
 
 
-def require_links(device: torch.device, group: GroupCoordinator) -> None:
+def require_links(device: torch.device, group: GroupCoordinator) -> bool:
     """Check that NVLink connects the GPUs of all ranks, unless they are one.
+
+    Returns:
+        Whether there are several.
 
     Raises:
         RuntimeError: It does not; on every rank alike.
@@ -211,6 +214,7 @@ def require_links(device: torch.device, group: GroupCoordinator) -> None:
         is_one = len({uuid for uuid, _ in gpus}) == 1
         if not is_one and not current_platform.is_fully_connected(physical_ids):
             raise RuntimeError(f"GPUs {physical_ids} are not all connected by NVLink")
+    return not is_one
 
 
 def wait_for_meetings() -> None:
