@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,21 +21,22 @@ class Direct:
 
     def __init__(self, group: object, device: torch.device) -> None:
         self.group, self.disabled = group, device.type == "meta"
-        self.is_capturing = self.is_closed = False
+        self._IS_CAPTURING = self.is_closed = False
+        self.num_registrations = 0
 
     def custom_all_reduce(self, rows: torch.Tensor) -> torch.Tensor | None:
         return 2 * rows if len(rows) <= MOST_ROWS else None
 
-    @contextmanager
-    def capture(self) -> Iterator[None]:
-        self.is_capturing = True
-        try:
-            yield
-        finally:
-            self.is_capturing = False
+    def register_graph_buffers(self) -> None:
+        assert not self._IS_CAPTURING
+        self.num_registrations += 1
 
     def close(self) -> None:
         self.is_closed = True
+
+
+def fail(*_: object) -> bool:
+    raise RuntimeError("GPUs [0, 2] are not all connected by NVLink")
 
 
 @pytest.fixture
@@ -52,6 +52,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Direct]]:
     monkeypatch.setattr(direct, "get_pcp_group", lambda: SimpleNamespace(cpu_group="cpu"))
     monkeypatch.setattr(direct, "pynccl_communicator", lambda _: object())
     monkeypatch.setattr(direct, "require_links", lambda *_: True)
+    monkeypatch.setattr(direct, "check_reach", lambda _: None)
     monkeypatch.setattr(direct, "do_all_ranks", lambda is_so: is_so)
     yield made
     direct.close_direct_all_reduce()
@@ -75,12 +76,17 @@ def test_graphs_are_captured_with_it_looking(made: list[Direct]) -> None:
         pass
     direct.init_direct_all_reduce(torch.device("cpu"))
     with direct.captured_all_reduces():
-        assert made[0].is_capturing
-    assert not made[0].is_capturing
+        is_capturing = made[0]._IS_CAPTURING
+    assert (is_capturing, made[0]._IS_CAPTURING) == (True, False)
+    assert made[0].num_registrations == 1
 
 
-def no_links(*_: object) -> bool:
-    raise RuntimeError("GPUs [0, 2] are not all connected by NVLink")
+def test_ranks_exchange_nothing_after_an_error_in_capture(made: list[Direct]) -> None:
+    direct.init_direct_all_reduce(torch.device("cpu"))
+    with pytest.raises(RuntimeError), direct.captured_all_reduces():
+        fail()
+    assert not made[0]._IS_CAPTURING
+    assert made[0].num_registrations == 0
 
 
 @pytest.mark.parametrize(
@@ -90,6 +96,7 @@ def no_links(*_: object) -> bool:
         "environment",
         "no NCCL",
         "no NVLink",
+        "out of reach",
         "one GPU for all",
         "another rank cannot",
         "this one cannot",
@@ -106,7 +113,9 @@ def test_all_ranks_do_or_none(
     elif why == "no NCCL":
         monkeypatch.setattr(direct, "pynccl_communicator", lambda _: None)
     elif why == "no NVLink":
-        monkeypatch.setattr(direct, "require_links", no_links)
+        monkeypatch.setattr(direct, "require_links", fail)
+    elif why == "out of reach":
+        monkeypatch.setattr(direct, "check_reach", fail)
     elif why == "one GPU for all":
         monkeypatch.setattr(direct, "require_links", lambda *_: False)
     elif why == "another rank cannot":
@@ -114,4 +123,4 @@ def test_all_ranks_do_or_none(
     direct.init_direct_all_reduce(device)
     assert direct.direct_all_reduce(torch.ones(1, 4)) is None
     # vLLM's own look at GPUs fails where there are fewer than ranks.
-    assert [each.is_closed for each in made] == [True] * why.endswith("cannot")
+    assert [each.is_closed for each in made] == [True] * (why == "this one cannot")

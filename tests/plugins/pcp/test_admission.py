@@ -494,6 +494,16 @@ COPIES = {
             ),
         ),
     ),
+    "of memory that is not shared": Case(
+        "pcp_kv_exchange=peer with backend:cudaMallocAsync",
+        args={"additional_config": {"pcp_kv_exchange": "peer"}},
+        change=all_of(
+            gpus,
+            lambda config, patch: patch.setenv(
+                "PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync"
+            ),
+        ),
+    ),
     "to memory that is not to be reached": Case(
         "pcp_kv_exchange=peer with NCCL_P2P_DISABLE=1",
         args={"additional_config": {"pcp_kv_exchange": "peer"}},

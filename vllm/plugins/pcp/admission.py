@@ -414,6 +414,8 @@ def memory_obstacles() -> list[str]:
     obstacles = {
         # Memory that moves, and of which each piece would be a file descriptor.
         "expandable_segments:True": "expandable_segments:true" in _allocator_settings(),
+        # Memory of a pool of the driver's, which is not shared.
+        "backend:cudaMallocAsync": "backend:cudamallocasync" in _allocator_settings(),
         # Peers' memory is not to be reached.
         f"NCCL_P2P_DISABLE={p2p_disable}": p2p_disable not in ("", "0"),
     }

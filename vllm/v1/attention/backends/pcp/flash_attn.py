@@ -68,7 +68,7 @@ class PCPFlashAttentionImpl(ReshapeAndCacheMixin, FlashAttentionImpl):
     Attributes:
         ran_last: The layer's that ran last in a run of no requests.
         attends_sampled_rows: Whether nobody reads any other rows of a step that says which ones are
-            sampled from. Not with D > 1, or a quantised cache, for which queries may be, too.
+            sampled from. Not with D > 1.
 
     Raises:
         NotImplementedError: with D > 1, for attention that depends on positions, on keys of another

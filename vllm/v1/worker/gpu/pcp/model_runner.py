@@ -610,11 +610,12 @@ class PCPRunnerMixin(_RunnerBase):
             super().shutdown()
         finally:
             close_peer_caches()
-            close_direct_all_reduce()
             if self.cudagraph_manager is not None:
                 self.cudagraph_manager.graphs.clear()
             for wrapper in (CUDAGraphWrapper, BreakableCUDAGraphWrapper):
                 wrapper.clear_all_graphs()
+            # After an error on the GPU the process ends here.
+            close_direct_all_reduce()
 
 
 def check_interleave(interleave: int, kernel_block_sizes: list[int]) -> None:
