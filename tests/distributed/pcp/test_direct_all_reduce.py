@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When ranks add up rows by reading each other's memory, with a stand-in for what does so."""
+"""When ranks add up rows by reading each other's memory: with a stand-in for what does so, on GPUs
+with vLLM's kernel."""
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.distributed.pcp import direct_all_reduce as direct
 
@@ -124,3 +128,57 @@ def test_all_ranks_do_or_none(
     assert direct.direct_all_reduce(torch.ones(1, 4)) is None
     # vLLM's own look at GPUs fails where there are fewer than ranks.
     assert [each.is_closed for each in made] == [True] * (why == "this one cannot")
+
+
+def rows_of(rank: int, number: int, device: torch.device) -> torch.Tensor:
+    """Return a rank's rows of a step."""
+    generator = torch.Generator().manual_seed(2 * number + rank)
+    return torch.randn(64, 2048, generator=generator).bfloat16().to(device)
+
+
+def add_up(rank: int, folder: Path) -> None:
+    """Be one of two ranks, each on a GPU of its own: add up rows, and those of a CUDA graph."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    with set_current_vllm_config(VllmConfig()):
+        parallel_state.init_distributed_environment(2, rank, f"file://{folder}/store", rank, "nccl")
+        parallel_state.initialize_model_parallel(prefill_context_model_parallel_size=2)
+    direct.init_direct_all_reduce(device)
+
+    def expected(number: int) -> torch.Tensor:
+        own, other = (rows_of(each, number, device).float() for each in (0, 1))
+        return (own + other).bfloat16()
+
+    summed = direct.direct_all_reduce(rows_of(rank, 0, device))
+    assert summed is not None
+    assert torch.equal(summed, expected(0))
+    graph, rows = torch.cuda.CUDAGraph(), rows_of(rank, 0, device)
+    with direct.captured_all_reduces(), torch.cuda.graph(graph):
+        moved = rows + 0
+        summed = direct.direct_all_reduce(moved)
+    assert summed is not None
+    for number in range(1, 50):
+        rows.copy_(rows_of(rank, number, device))
+        graph.replay()
+        assert torch.equal(summed, expected(number)), number
+    assert direct.direct_all_reduce(torch.zeros(2**22, dtype=torch.bfloat16, device=device)) is None
+    torch.cuda.synchronize()
+    direct.close_direct_all_reduce()
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_get_the_same_sums(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=add_up, args=(rank, tmp_path), daemon=True) for rank in (0, 1)]
+    for process in ranks:
+        process.start()
+    try:
+        for process in ranks:
+            process.join(120)
+        assert [process.exitcode for process in ranks] == [0, 0]
+    finally:
+        for process in ranks:
+            process.kill()
