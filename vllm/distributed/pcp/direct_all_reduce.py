@@ -2,9 +2,9 @@
 """All-reduces of few rows on the PCP group by reading the memory of its other GPUs.
 
 In a decode step each layer of experts that ranks share waits for one. What that takes is latency
-alone, of which NCCL has several times more than vLLM's kernel for TP groups, ``CustomAllreduce``.
-vLLM makes none for other groups; this module makes one for the PCP group and, as vLLM does for TP,
-shows it the capture of CUDA graphs: it then learns where the graphs have their rows.
+alone, of which vLLM's kernel for TP groups, ``CustomAllreduce``, has less than NCCL. vLLM makes
+none for other groups; this module makes one for the PCP group and, as vLLM does for TP, shows it
+the capture of CUDA graphs: it then learns where the graphs have their rows.
 """
 
 from __future__ import annotations
