@@ -173,16 +173,22 @@ def gather_table(num_gpus: int, rows: Sequence[Row]) -> Table:
     return "New KV of one layer to all ranks, alone", headers, table
 
 
+def step_times(row: Row) -> list[float]:
+    """Return what a profiled step took, its kernels, and those that communicate, in ms."""
+    rank = min(row["ranks"], key=lambda rank: rank["communication"])
+    num_steps = row.get("num_steps", 1)
+    kernels = [rank[key] / num_steps for key in ("kernels", "communication")]
+    return [1e3 * seconds for seconds in (row["seconds"], *kernels)]
+
+
 def trace_table(rows: Sequence[Row]) -> Table:
     """Return how much of a prefill is communication."""
     table = []
     for row in rows:
         if row["kind"] == "trace":
-            rank = min(row["ranks"], key=lambda rank: rank["communication"])
-            times = [row["seconds"], rank["kernels"], rank["communication"]]
-            share = f"{rank['communication'] / row['seconds']:.1%}"
+            times = step_times(row)
             names = [row["shape"], row["layout"], row["num_tokens"]]
-            table.append([*names, *(1e3 * seconds for seconds in times), share])
+            table.append([*names, *times, f"{times[-1] / times[0]:.1%}"])
     headers = ["shape", "layout", "tokens", "TTFT", "kernels", "communication", "of TTFT"]
     return "Kernels of one prefill, on the rank that waited least, ms", headers, table
 
@@ -192,10 +198,8 @@ def decode_trace_table(rows: Sequence[Row]) -> Table:
     table = []
     for row in rows:
         if row["kind"] == "decode_trace":
-            rank = min(row["ranks"], key=lambda rank: rank["communication"])
-            times = [rank[key] / row["num_steps"] for key in ("kernels", "communication")]
             names = [row["shape"], row["mode"], row["concurrency"], row["layout"]]
-            table.append([*names, *(1e3 * seconds for seconds in (row["seconds"], *times))])
+            table.append([*names, *step_times(row)])
     table.sort(key=lambda line: line[:3])
     headers = ["shape", "mode", "requests", "layout", "TPOT", "kernels", "communication"]
     title = "Kernels of a decode step, profiled, on the rank that waited least, ms"

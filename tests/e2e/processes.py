@@ -12,14 +12,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 RUN_TIMEOUT_S = 600
+RANKS_TIMEOUT_S = 120
 STOP_TIMEOUT_S = 20
 LOG_TAIL = 6_000
 
@@ -39,6 +41,20 @@ FORKS_ENV = {
     # Eager engines too compile a function of the embedding, with TP > 1 in each rank anew: 35 s.
     "TORCHDYNAMO_DISABLE": "1",
 }
+
+
+def exit_codes(ranks: Sequence[BaseProcess]) -> list[int | None]:
+    """Run processes to their end; those that are not there in two minutes are killed."""
+    for process in ranks:
+        process.start()
+    deadline = time.monotonic() + RANKS_TIMEOUT_S
+    try:
+        for process in ranks:
+            process.join(max(0.0, deadline - time.monotonic()))
+        return [process.exitcode for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
 
 
 @contextlib.contextmanager

@@ -39,10 +39,6 @@ class Nccl:
         self._record("reduce_scatter", output, rows, stream=stream)
         output.copy_(rows[: len(output)] * PCP_WORLD_SIZE)
 
-    def all_reduce(self, rows: torch.Tensor) -> torch.Tensor:
-        self._record("all_reduce", rows)
-        return rows * PCP_WORLD_SIZE
-
     def _record(self, name: str, *tensors: torch.Tensor, stream: Any = None) -> None:
         assert all(tensor.is_contiguous() for tensor in tensors), name
         self.calls.append(name)
@@ -105,9 +101,3 @@ def test_runs_beside_the_current_stream_once_that_has_its_inputs(nccl: Nccl) -> 
     assert [len(inputs) for inputs in forks] == [2, 1]
     assert all(tensor.is_contiguous() for inputs in forks for tensor in inputs)
     assert own.shape == rows.shape
-
-
-def test_rows_are_summed_by_one_call(nccl: Nccl) -> None:
-    rows = strided(4, 6, torch.bfloat16)
-    assert torch.equal(collectives.all_reduce_rows(rows), PCP_WORLD_SIZE * rows)
-    assert nccl.calls == ["all_reduce"]

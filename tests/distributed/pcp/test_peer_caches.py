@@ -8,7 +8,6 @@ memory; on a GPU they are processes that open each other's memory.
 from __future__ import annotations
 
 import multiprocessing
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.conftest import Interpreter
+from tests.e2e.processes import exit_codes
 
 P = 3
 NUM_BLOCKS, BLOCK_SIZE = 5, 16
@@ -245,20 +245,6 @@ def test_a_meeting_at_the_start_is_not_waited_for_for_ever(
     else:
         peer_caches.wait_for_meetings()
         assert next(answers, None) is None
-
-
-def exit_codes(ranks: list[Any]) -> list[int | None]:
-    """Run processes to their end; those that are not there in time are killed."""
-    for process in ranks:
-        process.start()
-    deadline = time.monotonic() + 120
-    try:
-        for process in ranks:
-            process.join(max(0.0, deadline - time.monotonic()))
-        return [process.exitcode for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
 
 
 def meet_and_read(rank: int, pads: list[torch.Tensor], words: torch.Tensor) -> None:

@@ -483,32 +483,26 @@ DCP = {
     ),
 }
 
+
+def copies(got: str, variable: str, value: str) -> Case:
+    """Return a case of copies between caches that a variable of the environment rules out."""
+    return Case(
+        f"pcp_kv_exchange=peer with {got}",
+        args={"additional_config": {"pcp_kv_exchange": "peer"}},
+        change=all_of(gpus, lambda config, patch: patch.setenv(variable, value)),
+    )
+
+
 COPIES = {
-    "of memory that moves": Case(
-        "pcp_kv_exchange=peer with expandable_segments:True",
-        args={"additional_config": {"pcp_kv_exchange": "peer"}},
-        change=all_of(
-            gpus,
-            lambda config, patch: patch.setenv(
-                "PYTORCH_ALLOC_CONF", "max_split_size_mb:64, expandable_segments:True"
-            ),
-        ),
+    "of memory that moves": copies(
+        "expandable_segments:True",
+        "PYTORCH_ALLOC_CONF",
+        "max_split_size_mb:64, expandable_segments:True",
     ),
-    "of memory that is not shared": Case(
-        "pcp_kv_exchange=peer with backend:cudaMallocAsync",
-        args={"additional_config": {"pcp_kv_exchange": "peer"}},
-        change=all_of(
-            gpus,
-            lambda config, patch: patch.setenv(
-                "PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync"
-            ),
-        ),
+    "of memory that is not shared": copies(
+        "backend:cudaMallocAsync", "PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync"
     ),
-    "to memory that is not to be reached": Case(
-        "pcp_kv_exchange=peer with NCCL_P2P_DISABLE=1",
-        args={"additional_config": {"pcp_kv_exchange": "peer"}},
-        change=all_of(gpus, lambda config, patch: patch.setenv("NCCL_P2P_DISABLE", "1")),
-    ),
+    "to memory that is not to be reached": copies("NCCL_P2P_DISABLE=1", "NCCL_P2P_DISABLE", "1"),
 }
 
 OFFLOADING = {

@@ -112,25 +112,6 @@ def reduce_scatter_rows(rows: torch.Tensor, side: SideStream | None = None) -> t
     return own
 
 
-def all_reduce_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Return ``[num_rows, width]``: rows that all ranks share, summed over the ranks.
-
-    Bitwise the same on every rank: NCCL and Gloo add an element up in one place.
-
-    Args:
-        rows: ``[num_rows, width]``, the same shape on every rank; may be overwritten.
-
-    Collectives: one all_reduce on the PCP group.
-    """
-    group = get_pcp_group()
-    rows = rows.contiguous()
-    pynccl = pynccl_communicator(group)
-    if pynccl is not None:
-        return pynccl.all_reduce(rows)
-    dist.all_reduce(rows, group=group.device_group)
-    return rows
-
-
 def _fork(side: SideStream | None, *inputs: torch.Tensor) -> torch.cuda.Stream | None:
     """Return the stream to run a collective on, None for the current one."""
     if side is None:

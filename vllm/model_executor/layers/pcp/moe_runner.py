@@ -24,12 +24,8 @@ import torch
 import vllm.envs as envs
 from vllm.config import get_current_vllm_config
 from vllm.distributed.parallel_state import get_pcp_group
-from vllm.distributed.pcp.collectives import (
-    all_reduce_rows,
-    gather_together,
-    reduce_scatter_rows,
-)
-from vllm.distributed.pcp.direct_all_reduce import direct_all_reduce
+from vllm.distributed.pcp.all_reduce import all_reduce_rows
+from vllm.distributed.pcp.collectives import gather_together, reduce_scatter_rows
 from vllm.distributed.pcp.side_stream import side_stream
 from vllm.distributed.pcp.step import get_step_state
 from vllm.model_executor.layers.fused_moe import MoERunner, RoutedExperts
@@ -207,10 +203,6 @@ class PCPMoERunner(MoERunner):
             shared_output = torch.cat((shared_output, self.shared_experts.output))
             self._side.join()
             return shared_output, routed
-        if get_step_state().is_partitioned:
-            routed = reduce_scatter_rows(hidden_states)
-        else:
-            hidden_states = hidden_states.contiguous()
-            summed = direct_all_reduce(hidden_states)
-            routed = all_reduce_rows(hidden_states) if summed is None else summed
+        combine = reduce_scatter_rows if get_step_state().is_partitioned else all_reduce_rows
+        routed = combine(hidden_states)
         return routed if shared_output is None else (shared_output, routed)

@@ -7,7 +7,7 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer import ensure_kv_transfer_initialized
-from vllm.distributed.pcp.direct_all_reduce import init_direct_all_reduce
+from vllm.distributed.pcp.all_reduce import init_direct_all_reduce
 from vllm.distributed.pcp.groups import init_dcp_group
 from vllm.model_executor.layers.pcp import register_layers
 from vllm.plugins.pcp.options import replicates_experts

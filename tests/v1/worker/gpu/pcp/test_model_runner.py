@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,6 +43,7 @@ class Stock:
     def __init__(self) -> None:
         self.eager: list[bool] = []
         self.dummy_tokens: list[int] = []
+        self.captured: list[str] = []
         self.model_memory_usage = 0
         prefill_len = SimpleNamespace(np=np.array([50, 60]))
         self.req_states = SimpleNamespace(prefill_len=prefill_len, req_id_to_index={"a": 1, "b": 0})
@@ -56,6 +57,10 @@ class Stock:
 
     def initialize_kv_cache(self, kernel_block_sizes: list[int]) -> None:
         self.kernel_block_sizes = kernel_block_sizes
+
+    def capture_model(self) -> int:
+        self.captured.append("graphs")
+        return 1
 
     def profile_run(self) -> None:
         self.is_profiled = True
@@ -312,6 +317,29 @@ WHYS = {
     "fills": r"a trial came back with \(64, 16\)",
     "turns": "a trial came back with other rows",
 }
+
+
+@pytest.mark.parametrize("has_pieces", [True, False])
+def test_experts_sums_are_captured_with_all_graphs(
+    runner: Any, monkeypatch: pytest.MonkeyPatch, has_pieces: bool
+) -> None:
+    @contextmanager
+    def captured_all_reduces() -> Iterator[None]:
+        runner.captured.append("begin")
+        yield
+        runner.captured.append("end")
+
+    def capture_partition_graphs() -> int:
+        runner.captured.append("partition graphs")
+        return 2
+
+    runner.cudagraph_manager = object()
+    runner._capture_partition_graphs = capture_partition_graphs
+    monkeypatch.setattr(model_runner, "captured_all_reduces", captured_all_reduces)
+    monkeypatch.setattr(PartitionGraphs, "are_wanted", lambda _: has_pieces)
+    assert runner.capture_model() == (3 if has_pieces else 1)
+    middle = ["graphs", *["partition graphs"] * has_pieces]
+    assert runner.captured == ["begin", *middle, "end"]
 
 
 # What the last layer computes or shows, or what the model does behind it, to rows that are there.

@@ -212,7 +212,7 @@ class PCPFlashAttentionImpl(ReshapeAndCacheMixin, FlashAttentionImpl):
             scheduler_metadata=None,
             prefix_scheduler_metadata=None,
         )
-        # Quantised queries are picked as bytes: nothing else indexes that type.
+        # As bytes: not every device indexes quantised types.
         picked = query.view(torch.uint8).index_select(0, index).view(query.dtype)
         attended = output.new_empty(num_rows, *output.shape[1:])
         # What decodes attend to is in the cache.

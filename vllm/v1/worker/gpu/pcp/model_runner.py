@@ -20,12 +20,12 @@ from vllm.compilation.counter import compilation_counter
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import get_layers_from_vllm_config
 from vllm.distributed.parallel_state import get_dcp_group, graph_capture
+from vllm.distributed.pcp.all_reduce import captured_all_reduces, close_direct_all_reduce
 from vllm.distributed.pcp.collectives import (
     broadcast_from_first_rank,
     do_all_ranks,
     gather_rows,
 )
-from vllm.distributed.pcp.direct_all_reduce import captured_all_reduces, close_direct_all_reduce
 from vllm.distributed.pcp.peer_caches import check_reach, close_peer_caches
 from vllm.distributed.pcp.shard_collectives import exchange_blocks, gather_shards
 from vllm.distributed.pcp.step import REPLICATED, StepState, set_step_state

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-reduces of few rows on the PCP group by reading the memory of its other GPUs.
+"""All-reduces on the PCP group: of few rows by reading the memory of its other GPUs.
 
-In a decode step each layer of experts that ranks share waits for one. What that takes is latency
-alone, of which vLLM's kernel for TP groups, ``CustomAllreduce``, has less than NCCL. vLLM makes
-none for other groups; this module makes one for the PCP group and, as vLLM does for TP, shows it
-the capture of CUDA graphs: it then learns where the graphs have their rows.
+In a decode step each layer of experts that ranks share waits for one, and what that takes is
+latency alone. vLLM has a kernel for it, ``CustomAllreduce``, and makes one for TP groups; this
+module makes one for the PCP group and, as vLLM does for TP, shows it the capture of CUDA graphs: it
+then learns where the graphs have their rows.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 
 from vllm.distributed import parallel_state
 from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
@@ -28,7 +29,7 @@ _direct: CustomAllreduce | None = None
 
 
 def init_direct_all_reduce(device: torch.device) -> None:
-    """Make ``direct_all_reduce`` work, where NVLink connects the ranks' GPUs.
+    """Let ``all_reduce_rows`` read other GPUs' memory, where NVLink connects the ranks' GPUs.
 
     Not with ``--disable-custom-all-reduce``, nor with settings that keep ranks from each other's
     memory. vLLM logs what else keeps it from working, such as other numbers of ranks than 2, 4, 6
@@ -86,10 +87,22 @@ def captured_all_reduces() -> Iterator[None]:
     _direct.register_graph_buffers()
 
 
-def direct_all_reduce(rows: torch.Tensor) -> torch.Tensor | None:
-    """Return the sum over the PCP group's ranks, bitwise the same on each; None if it cannot.
+def all_reduce_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Return ``[num_rows, width]``: rows that all ranks share, summed over the ranks.
+
+    Bitwise the same on every rank: an element is added up in one place, or in one order.
 
     Args:
-        rows: Contiguous, the same shape on every rank. Less than 8 MiB, a multiple of 16 bytes.
+        rows: ``[num_rows, width]``, the same shape on every rank; may be overwritten.
+
+    Collectives: one all_reduce on the PCP group, directly if it is of less than 8 MiB.
     """
-    return None if _direct is None else _direct.custom_all_reduce(rows)
+    rows = rows.contiguous()
+    if _direct is not None and (summed := _direct.custom_all_reduce(rows)) is not None:
+        return summed
+    group = get_pcp_group()
+    pynccl = pynccl_communicator(group)
+    if pynccl is not None:
+        return pynccl.all_reduce(rows)
+    dist.all_reduce(rows, group=group.device_group)
+    return rows
