@@ -175,7 +175,7 @@ def select(args: argparse.Namespace) -> dict[str, list[str]]:
         f"{whose}/{size}/{mode}": tasks
         for mode in args.modes
         for size in args.sizes
-        for whose in (OURS, RIVAL)
+        for whose in args.sides
     }
 
 
@@ -192,6 +192,7 @@ def main() -> None:
         help="by width; whole ones on each rank; all of them on each of our ranks, the rival's by "
         "width",
     )
+    parser.add_argument("--sides", nargs="+", choices=(OURS, RIVAL), default=(OURS, RIVAL))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--measures", nargs="+", choices=MEASURES, default=list(MEASURES))
     parser.add_argument("--sizes", type=int, nargs="+", default=[2, 4])
