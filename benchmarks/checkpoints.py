@@ -102,14 +102,16 @@ def _sparse(num_heads: int, **changes: Any) -> PreTrainedConfig:
     )
 
 
-def _moe(**changes: Any) -> PreTrainedConfig:
+def _moe() -> PreTrainedConfig:
     from transformers import Qwen3MoeConfig
 
     return Qwen3MoeConfig(
         initializer_range=0.05,
         num_experts=_NUM_EXPERTS,
         norm_topk_prob=True,
-        **{**_SIZES, **_GQA, **_EXPERTS, **changes},
+        **_SIZES,
+        **_GQA,
+        **_EXPERTS,
     )
 
 
@@ -156,8 +158,6 @@ class Kind:
 
 
 _SPARSE_SCALES = {"embed_tokens": 20, "mlp.gate.weight": 0.6, "experts.down_proj": 0.5}
-_MOE_SCALES = {"mlp.gate.weight": 8, "experts.down_proj": 0.7, "o_proj": 2}
-_LONG = {"max_position_embeddings": 40960}
 KINDS = {
     "gqa": Kind(partial(_gqa, 2), has_experts=False),
     # TP ranks can share a KV cache where they have the same heads.
@@ -167,12 +167,11 @@ KINDS = {
     # With few heads vLLM reads an FP8 cache in another way.
     "sparse_few_heads": Kind(partial(_sparse, 16), _SPARSE_SCALES, index_topk=INDEX_TOPK),
     "sparse_long": Kind(
-        partial(_sparse, 64, **_LONG),
+        partial(_sparse, 64, max_position_embeddings=40960),
         _SPARSE_SCALES,
         index_topk=INDEX_TOPK,
     ),
-    "moe": Kind(_moe, _MOE_SCALES),
-    "moe_long": Kind(partial(_moe, **_LONG), _MOE_SCALES),
+    "moe": Kind(_moe, {"mlp.gate.weight": 8, "experts.down_proj": 0.7, "o_proj": 2}),
     "glm4_moe": Kind(_glm4_moe, {"mlp.gate.weight": 0.3, "experts.down_proj": 0.2}),
     "gpt_oss": Kind(_gpt_oss, {"router.weight": 8, "experts.down_proj": 0.2, "q_proj.weight": 0.5}),
 }

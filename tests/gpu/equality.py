@@ -28,8 +28,8 @@ chose, and P > 1 is compared with P = 1: in the first layer both score the same 
 differ only where two scores are as good as equal; 19 of 20 tokens have to be the same, for each
 query. Keys of another rank that were not there in time would be missed by a quarter and more. In
 later layers the rounding before them chooses as well: there the share is printed, not judged.
-``sparse_long`` and ``moe_long`` have prompts of up to 32k tokens, for which fp32 has no room: the
-distance to P = 1 in bf16 takes the place of the error, and may be ``MAX_GAP``.
+``sparse_long`` has prompts of up to 32k tokens, for which fp32 has no room: the distance to P = 1
+in bf16 takes the place of the error, and may be ``MAX_GAP``.
 
 With MLA and an FP8 cache, P = 1 reads the new tokens of a prompt in bf16, P > 1 out of the cache.
 On average that is an error 1.4 times as large (emulated in fp32), within the bound.
@@ -81,9 +81,7 @@ MIN_SAME_CHOICE = 0.95
 # Models whose prompts vLLM gets wrong with P = 1 when they run together.
 WRONG_TOGETHER = ("mla",)
 # Models with long prompts.
-LONG_MODELS = ("sparse_long", "moe_long")
-# Most tokens of a step: of moe_long its longest prompt, so that experts take long steps in halves.
-STEP_TOKENS = {"moe_long": max(LONG)}
+LONG_MODELS = ("sparse_long",)
 NUM_OUTPUT_TOKENS = 12
 # Of a prompt that runs alone: such decode steps cost the most, as each rank waits for its turn.
 NUM_TOKENS_ALONE = 4
@@ -225,7 +223,6 @@ GRIDS: dict[str, tuple[Grid, ...]] = {
             last_layers=SAMPLED,
         ),
     ),
-    "moe_long": (Grid(("FLASH_ATTN",), experts=EXPERTS[:2]),),
     "glm4_moe": (Grid(("FLASH_ATTN",), sizes=(2,), experts=EXPERTS),),
     "gpt_oss": (
         Grid(("FLASH_ATTN",), sizes=(2,), experts=("sliced", "parallel")),
@@ -298,7 +295,7 @@ def run_engine(case: Case, folder: Path) -> None:
         attention_backend=case.backend,
         max_model_len=max(LONG) + 128 if case.model in LONG_MODELS else MAX_MODEL_LEN,
         max_num_seqs=32,
-        max_num_batched_tokens=STEP_TOKENS.get(case.model, 2048),
+        max_num_batched_tokens=2048,
         gpu_memory_utilization=0.04,
         kv_cache_memory_bytes=2**29,
         **engine_options(case),

@@ -3,13 +3,9 @@
 
 from __future__ import annotations
 
-import weakref
-from unittest.mock import Mock
-
 import pytest
 import torch
 
-from vllm.distributed.pcp import side_stream
 from vllm.distributed.pcp.side_stream import SideStream
 
 NUM_ELEMENTS = 1 << 24
@@ -44,23 +40,6 @@ def test_inputs_are_kept_and_output_is_waited_for(is_captured: bool) -> None:
     else:
         double_beside(side, output)
     assert output.unique().tolist() == [7.0]
-
-
-def test_inputs_of_all_forks_are_kept_until_they_are_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(side_stream, "current_stream", Mock)
-    side = SideStream(torch.device("cpu"))
-    side.stream = Mock()
-    inputs = [torch.zeros(1) for _ in range(2)]
-    references = [weakref.ref(each) for each in inputs]
-    for each in inputs:
-        side.fork(each)
-    del each
-    inputs.clear()
-    assert all(reference() is not None for reference in references)
-    side.join()
-    assert all(reference() is None for reference in references)
 
 
 def test_there_is_nothing_beside_on_cpus() -> None:

@@ -92,28 +92,24 @@ def gather_together(
     return gathered
 
 
-def reduce_scatter_rows(
-    rows: torch.Tensor, side: SideStream | None = None, out: torch.Tensor | None = None
-) -> torch.Tensor:
+def reduce_scatter_rows(rows: torch.Tensor, side: SideStream | None = None) -> torch.Tensor:
     """Return ``[num_rows, width]``: this rank's rows, summed over the ranks.
 
     Args:
         rows: ``[P * num_rows, width]``, rank by rank, the same shape on every rank.
         side: As in ``gather_together``.
-        out: Where to write what is returned, contiguous; or None.
 
     Collectives: one reduce_scatter on the PCP group.
     """
     group = get_pcp_group()
     rows = rows.contiguous()
-    if out is None:
-        out = rows.new_empty((rows.shape[0] // group.world_size, *rows.shape[1:]))
+    own = rows.new_empty((rows.shape[0] // group.world_size, *rows.shape[1:]))
     pynccl = pynccl_communicator(group)
     if pynccl is None:
-        dist.reduce_scatter_tensor(out, rows, group=group.device_group)
+        dist.reduce_scatter_tensor(own, rows, group=group.device_group)
     else:
-        pynccl.reduce_scatter(out, rows, stream=_fork(side, rows))
-    return out
+        pynccl.reduce_scatter(own, rows, stream=_fork(side, rows))
+    return own
 
 
 def _fork(side: SideStream | None, *inputs: torch.Tensor) -> torch.cuda.Stream | None:

@@ -26,15 +26,15 @@ class SideStream:
         """Let the stream go on from here.
 
         Args:
-            *inputs: What is read there: kept until ``join``, as that of earlier forks, lest the
-                memory be used for something else. What is written there must be kept by the caller.
+            *inputs: What is read there: kept until ``join``, lest the memory be used for something
+                else. What is written there must be kept by the caller.
         """
         if self.stream is not None:
             self.stream.wait_stream(current_stream())
-            self._inputs += inputs
+            self._inputs = inputs
 
     def join(self) -> None:
-        """Make the current stream wait for what was enqueued since the last ``join``."""
+        """Make the current stream wait for what was enqueued since ``fork``."""
         if self.stream is not None:
             current_stream().wait_stream(self.stream)
             self._inputs = ()

@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -41,8 +41,6 @@ from vllm.model_executor.layers.pcp import moe_runner, register_layers
 from vllm.plugins import load_general_plugins
 
 PARTITIONED = StepState(is_partitioned=True)
-# Layers of experts only ask whether there is a plan.
-OF_REQUESTS = StepState(is_partitioned=True, plan=cast(Any, "plan"))
 
 
 class OwnExperts(RoutedExperts):
@@ -225,10 +223,6 @@ def run_layer(layer: Layer, config: VllmConfig, collectives: list[str]) -> dict[
     moe_runner.MIN_OVERLAPPED_ROWS = NUM_ROWS
     run("overlapped", PARTITIONED, own_rows)
     moe_runner.MIN_OVERLAPPED_ROWS = NUM_ROWS + 1
-    moe_runner.MIN_HALVED_ROWS = NUM_ROWS
-    run("halved", OF_REQUESTS, own_rows)
-    run("profiled", PARTITIONED, own_rows)
-    moe_runner.MIN_HALVED_ROWS = NUM_ROWS + 1
     if layer.name in CHOOSING_LAYERS:
         runner.router = router = Chooser(layer)
         runner.routed_experts.quant_method = ChosenExperts(weights)
@@ -237,9 +231,6 @@ def run_layer(layer: Layer, config: VllmConfig, collectives: list[str]) -> dict[
             ("partitioned", PARTITIONED, own_rows.clone()),
         ):
             run(f"chosen {kind}", state, rows)
-        moe_runner.MIN_HALVED_ROWS = NUM_ROWS
-        run("chosen halved", OF_REQUESTS, own_rows.clone())
-        moe_runner.MIN_HALVED_ROWS = NUM_ROWS + 1
         results["rows chosen for"] = router.num_rows
         assert runner.router is router
         return results

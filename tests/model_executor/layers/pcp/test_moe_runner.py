@@ -92,42 +92,6 @@ def test_shared_experts_are_cut_in_two_for_collectives_to_run_beside(
 
 
 @each_layer
-def test_without_shared_experts_halves_of_rows_are_exchanged_while_others_are_computed(
-    ranks: list[list[Rank]], layer: Layer, is_ep: bool
-) -> None:
-    size, first = len(ranks), NUM_ROWS // 2
-    whole = expected(layer, make_rows(layer, size * NUM_ROWS))
-    for pcp_rank, tp_ranks in enumerate(ranks):
-        own = whole[pcp_rank * NUM_ROWS : (pcp_rank + 1) * NUM_ROWS]
-        for rank in tp_ranks:
-            results = rank[layer.name, is_ep]
-            # What runs of no requests reserve has to do for rows that are not cut.
-            profiled = results["profiled collectives"]
-            assert profiled == results["partitioned collectives"]
-            kinds = ["halved", "chosen halved"][: 1 + (layer.name in CHOOSING_LAYERS)]
-            for kind in kinds:
-                require_close(results[kind], own, layer)
-                names = [text.split(" ", 1)[0] for text in results[f"{kind} collectives"]]
-                at_once = results[f"{kind.replace('halved', 'partitioned')} collectives"]
-                if layer.shared_width:
-                    assert results[f"{kind} collectives"] == at_once
-                else:
-                    num_gathers = len(at_once) - 1
-                    gathers = ["all_gather_into_tensor"] * 2 * num_gathers
-                    assert names == [*gathers, *["reduce_scatter_tensor"] * 2]
-                    halves = [
-                        collective(
-                            "reduce_scatter_tensor",
-                            layer.dtype,
-                            (rows, HIDDEN_SIZE),
-                            (size * rows, HIDDEN_SIZE),
-                        )
-                        for rows in (first, NUM_ROWS - first)
-                    ]
-                    assert results[f"{kind} collectives"][-2:] == halves
-
-
-@each_layer
 def test_step_of_shared_rows_gives_every_rank_the_same_bits(
     ranks: list[list[Rank]], layer: Layer, is_ep: bool
 ) -> None:
@@ -173,7 +137,7 @@ def test_ranks_choose_for_their_own_rows_where_kernels_are_told_the_experts(
             own = whole[pcp_rank * NUM_ROWS : (pcp_rank + 1) * NUM_ROWS]
             require_close(results["chosen partitioned"], own, layer)
             require_close(results["chosen replicated"], same, layer)
-            assert results["rows chosen for"] == [NUM_ROWS] * 3
+            assert results["rows chosen for"] == [NUM_ROWS, NUM_ROWS]
             shapes = [
                 ((size * NUM_ROWS, width), (NUM_ROWS, width), dtype)
                 for width, dtype in (

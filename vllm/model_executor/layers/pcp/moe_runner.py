@@ -12,11 +12,6 @@ from other ranks::
 
     current stream   | shared, first half of rows | routed experts | shared, second half |
     side stream      | gather                     |                | reduce-scatter      |
-
-Without shared experts, routed experts of longer steps take the rows in two halves::
-
-    current stream   |          | experts, first half | experts, second half |           |
-    side stream      | gather 1 | gather 2            | scatter 1            | scatter 2 |
 """
 
 from __future__ import annotations
@@ -43,8 +38,6 @@ from vllm.v1.worker.gpu.pcp.layout import max_local_tokens
 
 # Half of so many rows still fill a GPU.
 MIN_OVERLAPPED_ROWS = 1024
-# Each half reads the weights of all experts: worth it where computing takes much longer than that.
-MIN_HALVED_ROWS = 8192
 
 
 class ChosenExperts:
@@ -88,10 +81,6 @@ class PCPMoERunner(MoERunner):
         self._chosen: ChosenExperts | None = None
         # Where collectives run beside shared experts, the rows of the second half.
         self._later_rows: torch.Tensor | None = None
-        # Where they run beside routed experts, what is gathered of the second half, and the rows
-        # that come back.
-        self._later_gathered: tuple[torch.Tensor, ...] | None = None
-        self._own_rows: torch.Tensor | None = None
         scheduler = get_current_vllm_config().scheduler_config
         # Kernels size their memory by it. P ranks may have more rows than a batch has tokens:
         # some tokens are computed on all of them, and those with fewer rows are padded.
@@ -133,13 +122,6 @@ class PCPMoERunner(MoERunner):
         order = shared._determine_shared_experts_order(half)
         return get_step_state().is_partitioned and order is SharedExpertsOrder.NO_OVERLAP
 
-    def _takes_halves(self, rows: torch.Tensor) -> bool:
-        """Say whether routed experts of a step with so many rows take one half after the other."""
-        # A run of no requests reserves memory for kernels, which CUDA graphs hold on to: for all
-        # rows at once, as shorter steps have them.
-        has_requests = get_step_state().plan is not None
-        return has_requests and self.shared_experts is None and len(rows) >= MIN_HALVED_ROWS
-
     def _maybe_dispatch(
         self, hidden_states: torch.Tensor, router_logits: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -154,59 +136,24 @@ class PCPMoERunner(MoERunner):
         """
         if not get_step_state().is_partitioned:
             return hidden_states, router_logits
-        sent: tuple[torch.Tensor, ...] = (hidden_states, router_logits)
-        # Monolithic kernels choose.
-        if not self.routed_experts.quant_method.is_monolithic:
-            chosen = self.router.select_experts(
-                hidden_states=hidden_states,
-                router_logits=router_logits,
-                topk_indices_dtype=self._quant_method.topk_indices_dtype,
-            )
-            sent = (hidden_states, *chosen)
-        if self._takes_halves(hidden_states):
-            half = hidden_states.shape[0] // 2
-            gathered = gather_together(*(part[:half] for part in sent), side=self._side)
-            self._side.join()
-            later = gather_together(*(part[half:] for part in sent), side=self._side)
-            self._later_gathered = later
-        else:
-            side = self._side if self._overlaps(hidden_states) else None
-            gathered = gather_together(*sent, side=side)
-        return self._take(gathered, router_logits)
-
-    def _take(
-        self, gathered: tuple[torch.Tensor, ...], router_logits: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return gathered rows, and logits that go with them or, if experts are chosen, any."""
-        rows, *choice = gathered
+        side = self._side if self._overlaps(hidden_states) else None
         if self.routed_experts.quant_method.is_monolithic:
-            return rows, choice[0]
-        self._chosen = ChosenExperts(*choice)
-        return rows, router_logits
+            # Its kernels choose.
+            hidden_states, router_logits = gather_together(hidden_states, router_logits, side=side)
+            return hidden_states, router_logits
+        weights, ids = self.router.select_experts(
+            hidden_states=hidden_states,
+            router_logits=router_logits,
+            topk_indices_dtype=self._quant_method.topk_indices_dtype,
+        )
+        hidden_states, *chosen = gather_together(hidden_states, weights, ids, side=side)
+        self._chosen = ChosenExperts(*chosen)
+        return hidden_states, router_logits
 
     def _apply_quant_method(
         self, hidden_states: torch.Tensor, router_logits: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Run experts on the dispatched rows, or on one half and, when it is there, the other.
-
-        Collectives: between halves one reduce_scatter.
-        """
-        later, self._later_gathered = self._later_gathered, None
-        output = self._apply_chosen(hidden_states, router_logits, *args, **kwargs)
-        if later is None:
-            return output
-        self._side.join()
-        routed, size = output[1], self.moe_config.pcp_size
-        half = routed.shape[0] // size
-        num_rows = half + later[0].shape[0] // size
-        self._own_rows = routed.new_empty((num_rows, *routed.shape[1:]))
-        reduce_scatter_rows(routed, self._side, self._own_rows[:half])
-        return self._apply_chosen(*self._take(later, router_logits), *args, **kwargs)
-
-    def _apply_chosen(
-        self, hidden_states: torch.Tensor, router_logits: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Run experts on rows, with those chosen at dispatch."""
+        """Run experts on the dispatched rows, with those chosen at dispatch."""
         if self._chosen is None:
             return super()._apply_quant_method(hidden_states, router_logits, *args, **kwargs)
         router: Any = self.router
@@ -242,18 +189,11 @@ class PCPMoERunner(MoERunner):
         Args:
             shared_output: ``[num_rows, hidden_dim]`` of this rank's rows, or of their first half,
                 or None.
-            hidden_states: What this rank's experts add to each of the dispatched rows, or to those
-                of the second half.
+            hidden_states: What this rank's experts add to each of the dispatched rows.
 
         Collectives: one reduce_scatter in a partitioned step, else one all_reduce.
         """
         assert not self._fused_output_is_reduced
-        if self._own_rows is not None:
-            own_rows, self._own_rows = self._own_rows, None
-            half = own_rows.shape[0] - hidden_states.shape[0] // self.moe_config.pcp_size
-            reduce_scatter_rows(hidden_states, self._side, own_rows[half:])
-            self._side.join()
-            return own_rows
         if self._later_rows is not None:
             rows, self._later_rows = self._later_rows, None
             assert self.shared_experts is not None
