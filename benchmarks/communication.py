@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any
 
 import torch
@@ -101,11 +101,15 @@ class CommunicationProbe(ExpertProbe):
 
         def begin(*args: Any, **kwargs: Any) -> Any:
             self._times.setdefault("step", perf_counter())
-            return execute_model(*args, **kwargs)
+            output = execute_model(*args, **kwargs)
+            if "enqueued" not in self._times and "forward" in self._times:
+                self._times["enqueued"] = perf_counter()
+                self._times["cpu"] += thread_time()
+            return output
 
         def forward(*_: Any) -> None:
             hook.remove()
-            self._times["forward"] = perf_counter()
+            self._times |= {"forward": perf_counter(), "cpu": -thread_time()}
             events[0].record()
 
         def sample(*args: Any, **kwargs: Any) -> Any:
@@ -121,8 +125,9 @@ class CommunicationProbe(ExpertProbe):
         """Return the times of the step that was watched.
 
         Returns:
-            When the ``step`` and its ``forward`` pass began, by ``perf_counter``, which all
-            processes of a host share, and the seconds ``on_gpu`` from there to what was sampled.
+            When the ``step`` and its ``forward`` pass began, and when that was ``enqueued``, by
+            ``perf_counter``, which all processes of a host share; the seconds of ``cpu`` time that
+            enqueueing took, and those ``on_gpu`` from the forward pass to what was sampled.
         """
         torch.cuda.synchronize()
         begin, end = self._events

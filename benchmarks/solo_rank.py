@@ -166,6 +166,13 @@ class SoloRankWorker(_Worker):
     def _swap_classes(self, is_stock: bool) -> None:
         """Put vLLM's own runner and attention classes in place of ours, or ours back."""
         runner, layers = self.model_runner, self._attention_layers()
+        modules = self.get_model().modules() if layers else ()
+        indexers: list[Any] = [each for each in modules if isinstance(each, SparseAttnIndexer)]
+        if indexers and not self.model_config.enforce_eager:
+            raise ValueError(
+                "P = 1 beside P > 1 of a compiled model with sparse attention: its indexers are "
+                "compiled as those of P > 1. Run it eagerly (--modes eager)."
+            )
         if is_stock:
             self._pcp_runner_class = type(runner)
             self._pcp_impls = [layer.impl for layer in layers]
@@ -176,9 +183,8 @@ class SoloRankWorker(_Worker):
             impls = self._pcp_impls
         for layer, impl in zip(layers, impls, strict=True):
             layer.impl = impl
-        for indexer in self.get_model().modules() if layers else ():
-            if isinstance(indexer, SparseAttnIndexer):
-                _rebind(indexer, SparseAttnIndexer if is_stock else type(indexer))
+        for indexer in indexers:
+            _rebind(indexer, SparseAttnIndexer if is_stock else type(indexer))
         self._is_stock = is_stock
 
     def prefill_as_stock(self, is_stock: bool) -> None:

@@ -192,15 +192,21 @@ def measure_decode_trace(llm: LLM, args: argparse.Namespace, concurrency: int) -
 
 
 def measure_parts(llm: LLM, args: argparse.Namespace, num_tokens: int) -> Row:
-    """Cut the time to first token into parts, as rank 0 sees them."""
+    """Cut the time to first token into parts, as rank 0 sees them.
+
+    Beside these, how long the rank that takes longest enqueues the forward pass.
+    """
     (prompt,) = random_prompts([num_tokens], args.vocab_size)
     parts: dict[str, list[float]] = {"to_workers": [], "prepare": [], "on_gpu": [], "back": []}
-    totals = []
+    totals: list[float] = []
+    hosts: list[tuple[float, float]] = []
     for _ in range(NUM_WARMUPS + args.repeats):
         llm.collective_rpc("watch_step")
         start = perf_counter()
         totals.append(time_to_first_token(llm, prompt))
-        times = llm.collective_rpc("times_of_step")[0]
+        ranks = llm.collective_rpc("times_of_step")
+        times = ranks[0]
+        hosts.append(max((rank["enqueued"] - rank["forward"], rank["cpu"]) for rank in ranks))
         parts["to_workers"].append(times["step"] - start)
         parts["prepare"].append(times["forward"] - times["step"])
         parts["on_gpu"].append(times["on_gpu"])
@@ -209,6 +215,8 @@ def measure_parts(llm: LLM, args: argparse.Namespace, num_tokens: int) -> Row:
         "num_tokens": num_tokens,
         "seconds": totals[NUM_WARMUPS:],
         "parts": {name: median(seconds[NUM_WARMUPS:]) for name, seconds in parts.items()},
+        "enqueue_seconds": [seconds for seconds, _ in hosts[NUM_WARMUPS:]],
+        "enqueue_cpu_seconds": [seconds for _, seconds in hosts[NUM_WARMUPS:]],
     }
 
 

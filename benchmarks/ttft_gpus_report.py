@@ -141,9 +141,14 @@ def parts_table(rows: Sequence[Row]) -> Table:
         if row["kind"] == "parts":
             names = [row[key] for key in ("shape", "mode", "num_tokens", "layout")]
             times = [median(row["seconds"]), *row["parts"].values()]
-            table.append([*names, *(1e3 * seconds for seconds in times)])
+            host = [
+                median(row[key]) for key in ("enqueue_seconds", "enqueue_cpu_seconds") if key in row
+            ]
+            cells = [1e3 * seconds for seconds in (*times, *host)]
+            table.append([*names, *cells, *[""] * (2 - len(host))])
     table.sort(key=lambda line: line[:3])
-    headers = ["shape", "mode", "tokens", "layout", "TTFT", "to workers", "prepare", "GPU", "back"]
+    parts = ["TTFT", "to workers", "prepare", "GPU", "back"]
+    headers = ["shape", "mode", "tokens", "layout", *parts, "slowest host", "of it CPU"]
     return "Parts of the time to first token, medians, ms", headers, table
 
 
