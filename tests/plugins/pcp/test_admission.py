@@ -244,6 +244,12 @@ CASES = {
         args={"dcp_kv_cache_interleave_size": 16},
         change=dcp(2),
     ),
+    "decode context parallelism with runs of tokens that blocks cut": Case(
+        "cp_kv_cache_interleave_size=48 with block_size=64",
+        model=DEEPSEEK,
+        args={"block_size": 64, "cp_kv_cache_interleave_size": 48},
+        change=dcp(2),
+    ),
     "pipeline parallelism": Case("pipeline_parallel_size=2", args={"pipeline_parallel_size": 2}),
     "data parallelism": Case("data_parallel_size=2", args={"data_parallel_size": 2}),
     "dual batch overlap and micro-batches": Case(
@@ -559,6 +565,10 @@ SUPPORTED = {
         model=DEEPSEEK,
         change=dcp(2, "compilation_config.cudagraph_mode", CUDAGraphMode.FULL_AND_PIECEWISE),
     ),
+    "model runner V2, asked for": Case(
+        change=lambda config, patch: patch.setenv("VLLM_USE_V2_MODEL_RUNNER", " 1")
+    ),
+    "an option of another plugin, under a number": Case(args={"additional_config": {1: 2}}),
     "experts": Case(model=MOE),
     "more experts on some ranks than on others": Case(
         model={**MOE, "num_experts": 5, "moe_intermediate_size": 129}, args=EP
@@ -737,6 +747,32 @@ def test_refuses_more_of_decode_context_parallelism(
     case: Case, build: Callable[[Case], VllmConfig]
 ) -> None:
     with pytest.raises((ValueError, NotImplementedError), match=re.escape(f"(got {case.got})")):
+        validate_config(build(case))
+
+
+@pytest.mark.parametrize("interleave", [0, -1])
+def test_refuses_runs_of_no_tokens(interleave: int, build: Callable[[Case], VllmConfig]) -> None:
+    case = Case(model=DEEPSEEK, args={"cp_kv_cache_interleave_size": interleave}, change=dcp(2))
+    with pytest.raises(ValueError, match=rf"\(got cp_kv_cache_interleave_size={interleave}\)"):
+        validate_config(build(case))
+
+
+@pytest.mark.parametrize("value", ["0", " 0", "00", "", "false", "off", "v1"])
+def test_refuses_whatever_does_not_choose_model_runner_v2(
+    value: str, build: Callable[[Case], VllmConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = build(Case())
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", value)
+    with pytest.raises(ValueError, match=rf"\(got VLLM_USE_V2_MODEL_RUNNER={value}\)"):
+        validate_config(config)
+
+
+@pytest.mark.parametrize("name", ["PCP_experts", "pcp-experts", "pcpexperts", "pcp"])
+def test_refuses_options_that_are_nearly_ours(
+    name: str, build: Callable[[Case], VllmConfig]
+) -> None:
+    case = Case(args={"additional_config": {name: "replicated", 1: 2}})
+    with pytest.raises(ValueError, match=rf"\(got {name}=replicated\)"):
         validate_config(build(case))
 
 

@@ -179,7 +179,11 @@ def _hf_setting(name: str) -> Received:
 
 def _v1_model_runner(_: VllmConfig) -> str | None:
     value = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "1")
-    return f"VLLM_USE_V2_MODEL_RUNNER={value}" if value.strip() == "0" else None
+    try:
+        is_v2 = bool(int(value))
+    except ValueError:
+        is_v2 = False
+    return None if is_v2 else f"VLLM_USE_V2_MODEL_RUNNER={value}"
 
 
 def _platform(_: VllmConfig) -> str | None:
@@ -240,6 +244,17 @@ def _dcp_kv_heads(config: VllmConfig) -> str | None:
         return None
     size = parallel.decode_context_parallel_size
     return f"decode_context_parallel_size={size} with {num_kv_heads} KV heads"
+
+
+def _dcp_interleave(config: VllmConfig) -> str | None:
+    """Find runs of tokens that do not lie in one block, as far as blocks are known yet."""
+    interleave = config.parallel_config.cp_kv_cache_interleave_size
+    cache = config.cache_config
+    if interleave < 1:
+        return f"cp_kv_cache_interleave_size={interleave}"
+    if not cache.user_specified_block_size or cache.block_size % interleave == 0:
+        return None
+    return f"cp_kv_cache_interleave_size={interleave} with block_size={cache.block_size}"
 
 
 def _dcp_attention_backend(config: VllmConfig) -> str | None:
@@ -547,6 +562,13 @@ RULES: tuple[Rule, ...] = (
         _with_dcp(_setting("parallel_config.dcp_kv_cache_interleave_size", at_most=1)),
         "vLLM renames it after workers have started, which go on without it",
         "Set --cp-kv-cache-interleave-size in place of --dcp-kv-cache-interleave-size",
+        error=ValueError,
+    ),
+    Rule(
+        "decode context parallelism with runs of tokens that blocks cut",
+        _with_dcp(_dcp_interleave),
+        "A rank keeps whole runs, each in one block",
+        "Set --cp-kv-cache-interleave-size to a divisor of --block-size",
         error=ValueError,
     ),
     Rule(

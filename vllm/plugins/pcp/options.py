@@ -18,7 +18,8 @@ OPTIONS = {
     EXPERTS: ("sharded", "replicated"),
     LAST_LAYER: ("auto", "all"),
 }
-_PREFIX = "pcp_"
+# What begins so, whatever it goes on with and in capitals too, is meant for these.
+_PREFIX = "pcp"
 
 
 def kv_exchange(vllm_config: VllmConfig) -> str:
@@ -52,4 +53,4 @@ def _value(vllm_config: VllmConfig, option: str) -> str:
 def _chosen(vllm_config: VllmConfig) -> dict[str, object]:
     config = vllm_config.additional_config
     options = config if isinstance(config, dict) else {}
-    return {name: value for name, value in options.items() if name.startswith(_PREFIX)}
+    return {name: value for name, value in options.items() if str(name).lower().startswith(_PREFIX)}
