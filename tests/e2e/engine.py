@@ -179,6 +179,7 @@ def engine_args(spec: Spec) -> dict[str, Any]:
         "enable_expert_parallel": spec.experts == "ep",
         "additional_config": {"pcp_experts": "replicated"} if spec.experts == "replicated" else {},
         "attention_config": attention,
+        "async_scheduling": spec.is_async,
         "dtype": "float32",
         "enforce_eager": True,
         "block_size": sizes.block_size // spec.dcp,

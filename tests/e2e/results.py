@@ -36,6 +36,8 @@ class Spec:
         offloading: Connector that offloads the KV cache to CPU memory, one of
             ``tests.e2e.engine.CONNECTORS``; empty for none.
         flash_attn_version: Attends by FLASH_ATTN, of this version; None for what CPUs do otherwise.
+        is_async: Schedules the next step before the last one is known, so that what is in a step
+            depends on time, too.
         forks: Forks its ranks, which saves time; spawned ranks, the normal ones, differ in the
             order of their sets.
     """
@@ -54,6 +56,7 @@ class Spec:
     caches_prefixes: bool = True
     offloading: str = ""
     flash_attn_version: int | None = None
+    is_async: bool = False
     forks: bool = False
 
     def save(self, path: Path) -> None:

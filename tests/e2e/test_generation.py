@@ -44,10 +44,6 @@ def test_only_engines_of_several_ranks_are_changed(pair: Pair, case: tuple[str, 
     assert (pair.several.num_ranks, pair.several.num_pcp_ranks) == (pcp * tp, pcp * tp)
 
 
-def test_async_scheduling_is_what_the_platform_has(pair: Pair) -> None:
-    assert pair.several.is_async == pair.one.is_async
-
-
 def test_more_than_60_prompts_are_greedy(pair: Pair) -> None:
     finished = [
         request.is_greedy and result is not None and request.aborted is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU platform of vLLM, with MLA let in, and FLASH_ATTN where it is asked for.
+"""The CPU platform of vLLM, with MLA, async scheduling, and FLASH_ATTN where it is asked for.
 
 Symptom: a DeepSeek model ends with "MLA is not supported on CPU". Let in, it loses chunked prefill
 and the user's budget of tokens, and where the rotary embedding is the plain one its logprobs are
@@ -11,6 +11,9 @@ registered over it is found. It can go when ``CpuPlatform`` runs MLA itself.
 Compiled sparse models. Symptom: "index 8421504 is out of bounds", or wrong tokens. Cause: CPUs run
 a compiled model as one graph. It writes the tokens that an indexer chooses to a copy of the buffer
 in which attention looks for them; GPUs split their graphs between the two. It can go when CPUs do.
+
+Async scheduling. Symptom: "Asynchronous scheduling is disabled", even where it was asked for.
+Cause: ``CpuPlatform``, which has no need of it. It stays as it is on GPUs, to be tested.
 """
 
 from typing import TYPE_CHECKING
@@ -53,14 +56,19 @@ class TrialPlatform(CpuPlatform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
-        """Adapt a configuration to CPUs, in place, and leave an MLA model's scheduling alone."""
+        """Adapt a configuration to CPUs, in place.
+
+        What stays is whether scheduling is asynchronous and, of MLA models, all of scheduling.
+        """
         # Imports platforms itself.
         from vllm.config import CompilationMode
 
         scheduler_config = vllm_config.scheduler_config
         enable_chunked_prefill = scheduler_config.enable_chunked_prefill
         max_num_batched_tokens = scheduler_config.max_num_batched_tokens
+        async_scheduling = scheduler_config.async_scheduling
         super().check_and_update_config(vllm_config)
+        scheduler_config.async_scheduling = async_scheduling
         model_config: ModelConfig | None = vllm_config.model_config
         if model_config is None or not model_config.use_mla:
             return
