@@ -235,12 +235,15 @@ def mla_prefill(result: dict[str, Any]) -> list[str]:
         lines[row["num_tokens"], row["pcp_world_size"]][row["path"]] = row["seconds"]
     rows = []
     for (num_tokens, size), paths in sorted(lines.items()):
-        line = [f"{num_tokens // 1024}k", str(size), milliseconds(paths["by row"], 2), "", ""]
+        line = [f"{num_tokens // 1024}k", str(size), milliseconds(paths["by row"], 2), "", "", ""]
         if "planned" in paths:
-            saved = 1 - paths["planned"]["median"] / paths["by row"]["median"]
-            line[3:] = [milliseconds(paths["planned"], 2), f"{100 * saved:.1f} %"]
+            planned = paths["planned"]["median"]
+            saved = 1 - planned / paths["by row"]["median"]
+            of_ideal = lines[num_tokens, 1]["by row"]["median"] / size / planned
+            shares = [f"{100 * share:.1f} %" for share in (of_ideal, saved)]
+            line[3:] = [milliseconds(paths["planned"], 2), *shares]
         rows.append(line)
-    return table(("tokens", "P", "by row, ms", "planned, ms", "saved"), rows)
+    return table(("tokens", "P", "by row, ms", "planned, ms", "of ideal", "saved"), rows)
 
 
 def ttft_cpu(result: dict[str, Any]) -> list[str]:
@@ -511,13 +514,14 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], list[str]]], ...
         The same on another machine and a later commit. With replicated experts Qwen3-30B-A3B's
         shape meets 1.8x at 32k, and its tokens take as long as on one GPU; with experts that ranks
         share it misses that by 1 % again, and with whole experts by 4 %. The 32k of these two are
-        of a form that is not kept: one half of the rows was exchanged while experts computed the
-        other, which saved nothing. A token of DeepSeek-V2-Lite's shape takes 0.96 of one GPU's with
-        one request here, 1.05 on the machine of the section before; why is not known. The second
-        GPU alone takes 1.003 of the first. Three calls: the command below, of which TP2 had no
-        room, the same with `--layouts 'one GPU' PCP2 --together 2 --kv-gib 8`, and `--measures
-        decode decode_trace --concurrencies 1 --shapes deepseek-v2-lite --layouts 'one GPU' 'GPU 1'
-        PCP2 'PCP2 replicated' --together 4 --kv-gib 3`.
+        of a form that is not kept, of commit 8cbf237: one half of the rows was exchanged while
+        experts computed the other, and the factor is that of the section before. A token of
+        DeepSeek-V2-Lite's shape takes 0.96 of one GPU's with one request here, 1.05 on the machine
+        of the section before; why is not known. The second GPU alone takes 1.003 of the first.
+        Three calls: the command below, of which TP2 had no room, the same with `--layouts 'one GPU'
+        PCP2 --together 2 --kv-gib 8`, and `--measures decode decode_trace --concurrencies 1
+        --shapes deepseek-v2-lite --layouts 'one GPU' 'GPU 1' PCP2 'PCP2 replicated' --together 4
+        --kv-gib 3`.
         """,
         ttft_gpus,
     ),
@@ -610,9 +614,8 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], list[str]]], ...
         "One H200: context of a request up-projected once for its two rows",
         """
         Prefill attention of one layer of DeepSeek-V2-Lite's shape, all steps of a prompt, 32768
-        tokens a step; the slowest rank, ranks one at a time. By row: vLLM's own path. Of ideal, as
-        planned, with P = 2 99.6 and 99.1 %, with P = 8 76.5 and 91.5 %. Other engines ran on the
-        other GPU of the host.
+        tokens a step; the slowest rank, ranks one at a time. By row: vLLM's own path; of ideal and
+        saved: by the plan. Other engines ran on the other GPU of the host.
         """,
         mla_prefill,
     ),

@@ -192,7 +192,13 @@ def main() -> None:
         help="by width; whole ones on each rank; all of them on each of our ranks, the rival's by "
         "width",
     )
-    parser.add_argument("--sides", nargs="+", choices=(OURS, RIVAL), default=(OURS, RIVAL))
+    parser.add_argument(
+        "--sides",
+        nargs="+",
+        choices=(OURS, RIVAL),
+        default=(OURS, RIVAL),
+        help="to start; the other one may run elsewhere at the same time",
+    )
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--measures", nargs="+", choices=MEASURES, default=list(MEASURES))
     parser.add_argument("--sizes", type=int, nargs="+", default=[2, 4])

@@ -136,19 +136,19 @@ def ttft_table(num_gpus: int, rows: Sequence[Row]) -> Table:
 
 def parts_table(rows: Sequence[Row]) -> Table:
     """Return what times to first token are made of."""
+    rows = [row for row in rows if row["kind"] == "parts"]
+    hosts = {"enqueue_seconds": "slowest host", "enqueue_cpu_seconds": "of it CPU"}
+    # Results from before these were taken lack them.
+    hosts = {key: header for key, header in hosts.items() if all(key in row for row in rows)}
     table = []
     for row in rows:
-        if row["kind"] == "parts":
-            names = [row[key] for key in ("shape", "mode", "num_tokens", "layout")]
-            times = [median(row["seconds"]), *row["parts"].values()]
-            host = [
-                median(row[key]) for key in ("enqueue_seconds", "enqueue_cpu_seconds") if key in row
-            ]
-            cells = [1e3 * seconds for seconds in (*times, *host)]
-            table.append([*names, *cells, *[""] * (2 - len(host))])
+        names = [row[key] for key in ("shape", "mode", "num_tokens", "layout")]
+        times = [median(row["seconds"]), *row["parts"].values()]
+        times += [median(row[key]) for key in hosts]
+        table.append([*names, *(1e3 * seconds for seconds in times)])
     table.sort(key=lambda line: line[:3])
-    parts = ["TTFT", "to workers", "prepare", "GPU", "back"]
-    headers = ["shape", "mode", "tokens", "layout", *parts, "slowest host", "of it CPU"]
+    parts = ["TTFT", "to workers", "prepare", "GPU", "back", *hosts.values()]
+    headers = ["shape", "mode", "tokens", "layout", *parts]
     return "Parts of the time to first token, medians, ms", headers, table
 
 

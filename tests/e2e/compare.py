@@ -53,6 +53,14 @@ class Pair:
             require_same_request(*requests, where=where, tolerance=tolerance)
         return actual.requests
 
+    def require_same_collectives(self) -> None:
+        """Assert that all ranks issued the same, and sampled from the same bits."""
+        for name, scenario in self.several.scenarios.items():
+            first, *others = scenario.collectives
+            assert first, name
+            for rank in others:
+                assert rank == first, name
+
     def num_partitioned_steps(self, name: str) -> int:
         """Return the partitioned steps of a scenario, of which all ranks know."""
         counts = {rank["num_partitioned_steps"] for rank in self.several.scenarios[name].stats}

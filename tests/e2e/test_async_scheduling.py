@@ -52,6 +52,4 @@ def test_preemption_happens_and_nothing_stays_behind(pair: Pair) -> None:
 
 
 def test_ranks_issue_the_same_collectives(pair: Pair) -> None:
-    for name, scenario in pair.several.scenarios.items():
-        first, *others = scenario.collectives
-        assert all(rank == first for rank in others), name
+    pair.require_same_collectives()

@@ -140,11 +140,7 @@ def test_structured_output(pair: Pair) -> None:
 
 
 def test_ranks_issue_the_same_collectives(pair: Pair) -> None:
-    for name, scenario in pair.several.scenarios.items():
-        first, *others = scenario.collectives
-        assert first, name
-        for rank in others:
-            assert rank == first, name
+    pair.require_same_collectives()
 
 
 @pytest.mark.parametrize("name", PREFILL_SCENARIOS)

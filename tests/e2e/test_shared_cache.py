@@ -75,9 +75,9 @@ def test_capacity_is_d_times_that_of_a_rank(pair: Pair) -> None:
 
 
 def test_ranks_issue_the_same_collectives_and_hold_the_same_bits(pair: Pair, case: Case) -> None:
+    pair.require_same_collectives()
     for name, scenario in pair.several.scenarios.items():
-        first, *others = scenario.collectives
-        assert all(other == first for other in others)
+        first = scenario.collectives[0]
         assert any(line.startswith("hidden_states") for line in first)
         if name in GATHERING:
             assert any(line.startswith("all_gather_into_tensor dcp") for line in first)

@@ -57,7 +57,7 @@ def test_answers_over_shared_caches(shared_pair: Pair, name: str) -> None:
 
 
 def test_ranks_that_share_caches_issue_the_same_collectives(shared_pair: Pair) -> None:
-    require_same_collectives(shared_pair)
+    shared_pair.require_same_collectives()
 
 
 @pytest.mark.parametrize("name", SPARSE_SCENARIOS)
@@ -71,7 +71,7 @@ def test_queries_attend_to_the_same_tokens(pair: Pair, name: str) -> None:
 
 
 def test_ranks_issue_the_same_collectives_and_hold_the_same_bits(pair: Pair) -> None:
-    require_same_collectives(pair)
+    pair.require_same_collectives()
 
 
 def require_same_choices(pair: Pair, name: str) -> None:
@@ -81,11 +81,3 @@ def require_same_choices(pair: Pair, name: str) -> None:
     assert several.keys() == one.keys()
     others = [key for key, choice in several.items() if choice != one[key]]
     assert len(others) <= 1 + len(one) // 1000, others
-
-
-def require_same_collectives(pair: Pair) -> None:
-    """Assert that all ranks issued the same, and sampled from the same bits."""
-    for scenario in pair.several.scenarios.values():
-        first, *others = scenario.collectives
-        assert len(first) > 0
-        assert all(other == first for other in others)
