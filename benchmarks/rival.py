@@ -84,9 +84,13 @@ def measure(
     """Run tasks, ``kind/number``, on one engine."""
     whose, size, mode = step.split("/")
     options = engine_options(args, whose, int(size))
-    if whose == RIVAL and size != "1" and mode == "graphs":
-        # It takes no other ones.
-        options["compilation_config"] = {"cudagraph_mode": "PIECEWISE"}
+    if mode == "graphs":
+        # Each size is run before it is captured, and collectives through sockets take long.
+        graphs: dict[str, Any] = {"cudagraph_capture_sizes": sorted(args.batches)}
+        if whose == RIVAL and size != "1":
+            # It takes no other ones.
+            graphs["cudagraph_mode"] = "PIECEWISE"
+        options["compilation_config"] = graphs
     llm = start_engine(
         model_folder(args.shape),
         worker_extension_cls="layer_probe.LayerProbe",

@@ -52,7 +52,8 @@ def merged(
         (merge_partials.merge_partials, cpu),
         (dense_attention.merge, cpu),
     ):
-        result = output.to(dtype).to(device)
+        # A tensor of its own: of the same type and device, to() gives all of them one.
+        result = output.to(device, dtype, copy=True)
         lse = own_lse.to(device) if has_own else None
         merge(result, lse, partials.to(dtype).to(device), lses.to(device))
         results.append(result.cpu())
