@@ -63,7 +63,8 @@ def measure_rank(llm: LLM, args: argparse.Namespace, rank: tuple[int, int], prom
     kernels: dict[str, float] = {}
     for event in events:
         if event["is_kernel"]:
-            kernels[event["name"]] = kernels.get(event["name"], 0.0) + event["seconds"]
+            name = event["name"][:NAME_WIDTH]
+            kernels[name] = kernels.get(name, 0.0) + event["seconds"]
     return {
         "pcp_world_size": rank[0],
         "pcp_rank": rank[1],
@@ -109,7 +110,7 @@ def print_report(rows: Sequence[Row]) -> None:
         listed = list(prefill["beyond"].items())[:NUM_LISTED]
         print_table(
             ["ms beyond its share", "kernel"],
-            [[1e3 * seconds, name[:NAME_WIDTH]] for name, seconds in listed],
+            [[1e3 * seconds, name] for name, seconds in listed],
         )
         print()
 
