@@ -269,6 +269,50 @@ def test_a_step_of_decodes_is_left_alone(ranks: Callable[[int], list[PCPManager]
     assert managers[0].snapshot()["num_steps"] == 1
 
 
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", BATCHES)
+def test_counters_hold_what_each_rank_ran(
+    ranks: Callable[[int], list[PCPManager]], name: str, size: int
+) -> None:
+    managers, batch = ranks(size), make_batch(BATCHES[name])
+    for _ in range(2):
+        steps = partition(managers, batch)
+    for manager, step in zip(managers, steps, strict=True):
+        local = step.local_batch
+        num_tokens = int(local.num_scheduled_tokens.sum())
+        assert manager.snapshot() == {
+            "num_steps": 2,
+            "num_partitioned_steps": 2,
+            "num_scheduled_tokens": 2 * batch.num_tokens,
+            "num_local_tokens": 2 * num_tokens,
+            "num_padding_tokens": 2 * (local.num_tokens_after_padding - num_tokens),
+            "num_sampled_steps": 0,
+            "num_gathered_bytes": 0,
+        }
+        manager.reset_stats()
+        assert set(manager.snapshot().values()) == {0}
+
+
+def test_rank_0_logs_its_counters_once_an_interval(
+    ranks: Callable[[int], list[PCPManager]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(
+        manager_module.logger, "info", lambda text, *args: lines.append(text % args)
+    )
+    now = 1000.0
+    monkeypatch.setattr(manager_module, "time", types.SimpleNamespace(monotonic=lambda: now))
+    managers, batch = ranks(2), make_batch(BATCHES["mixed"])
+    for _ in range(3):
+        partition(managers, batch)
+    assert len(lines) == 1
+    assert "P=2, num_steps=1, num_partitioned_steps=1" in lines[0]
+    now += manager_module.LOG_INTERVAL_SECONDS
+    partition(managers, batch)
+    assert len(lines) == 2
+    assert "num_partitioned_steps=4" in lines[1]
+
+
 def test_logits_of_a_request_are_its_last_tokens() -> None:
     """With draft tokens a request has several logits."""
     batch = make_batch([(3, 9, False), (2, 9, False), (5, 0, True)])
