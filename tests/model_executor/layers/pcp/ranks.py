@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -34,6 +35,7 @@ from tests.model_executor.layers.pcp.oracle import (
 )
 from vllm.config import DeviceConfig, ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
+from vllm.distributed.pcp.collectives import gather_together, reduce_scatter_rows
 from vllm.distributed.pcp.step import REPLICATED, StepState, set_step_state
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.fused_moe import FusedMoE, MoERunner, RoutedExperts
@@ -161,6 +163,32 @@ class ChosenExperts(torch.nn.Module):
         return output
 
 
+class LateSide:
+    """A stream beside the current one, on which nothing has been written until it is joined."""
+
+    def __init__(self) -> None:
+        self._written: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def gather_together(
+        self, *tensors: torch.Tensor, side: LateSide | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        gathered = gather_together(*tensors)
+        return gathered if side is None else tuple(map(self._hide, gathered))
+
+    def reduce_scatter_rows(self, rows: torch.Tensor, side: LateSide | None = None) -> torch.Tensor:
+        own = reduce_scatter_rows(rows)
+        return own if side is None else self._hide(own)
+
+    def join(self) -> None:
+        for tensor, values in self._written:
+            tensor.copy_(values)
+        self._written.clear()
+
+    def _hide(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._written.append((tensor, tensor.clone()))
+        return tensor.zero_()
+
+
 def make_runner(layer: Layer, weights: Weights) -> MoERunner:
     """Build a layer as models do, and load its weights as checkpoints are loaded."""
     runner = FusedMoE(
@@ -220,9 +248,12 @@ def run_layer(layer: Layer, config: VllmConfig, collectives: list[str]) -> dict[
 
     run("replicated", REPLICATED, shared_rows.clone())
     run("partitioned", PARTITIONED, own_rows)
-    moe_runner.MIN_OVERLAPPED_ROWS = NUM_ROWS
-    run("overlapped", PARTITIONED, own_rows)
-    moe_runner.MIN_OVERLAPPED_ROWS = NUM_ROWS + 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moe_runner, "MIN_OVERLAPPED_ROWS", NUM_ROWS)
+        late = runner._side = LateSide()
+        for name in ("gather_together", "reduce_scatter_rows"):
+            patch.setattr(moe_runner, name, getattr(late, name))
+        run("overlapped", PARTITIONED, own_rows)
     if layer.name in CHOOSING_LAYERS:
         runner.router = router = Chooser(layer)
         runner.routed_experts.quant_method = ChosenExperts(weights)
