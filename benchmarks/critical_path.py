@@ -7,8 +7,8 @@
 (``solo_rank.py``), and divides the time of one GPU by P times that of the slowest rank: the share
 of ideal that is left without time on a link. ``eager`` and ``graphs`` time decode steps without and
 with CUDA graphs on rank 0 of P; the broadcast of sampled tokens is on no link here. One engine
-each, in which ranks take turns, every other repeat in reverse. Qwen3-8B's shape, bf16, dummy
-weights, prefix caching off, at most 32768 tokens a step.
+each, in which ranks take turns, every other repeat in reverse. Qwen3-8B's shape by default,
+bf16, dummy weights, prefix caching off, at most 32768 tokens a step.
 """
 
 from __future__ import annotations

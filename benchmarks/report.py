@@ -230,7 +230,7 @@ def rival(result: dict[str, Any]) -> list[str]:
 
 
 def rank_kernels(result: dict[str, Any]) -> list[str]:
-    """Kernels of the slowest rank, beside what they take on one GPU."""
+    """Each kernel on the rank where it takes most, beside what it takes on one GPU."""
     lines = [""]
     for prefill in result["prefills"]:
         whole, slowest = prefill["one_gpu_seconds"], prefill["slowest_seconds"]
@@ -300,7 +300,8 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], list[str]]], ...
         "CPU ranks, one core each: time to first token",
         """
         Eight layers of Qwen3-0.6B's shape, fp32, dummy weights, one output token; median (p10 to
-        p90). The bar is 1.95x at 4096 tokens, and not behind TP2.
+        p90). The bar is 1.95x at 4096 tokens, and not behind TP2. Two rounds, one of 8192 tokens.
+        With another file behind `--json` the command measures anew.
         """,
         ttft_cpu,
     ),
@@ -308,12 +309,13 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], list[str]]], ...
         "critical_path_h200",
         "One H200: a rank's own time to first token",
         """
-        Qwen3-8B shape, bf16, dummy weights, eager, 32768 tokens a step, one output token. Ranks
-        run one at a time on one GPU, with all of their work and nothing on a link; the slowest
-        rank counts. The bar is 95 % of ideal at 32k and 128k: met but for P = 8 at 32k, where a
-        rank has 4096 tokens. Some of what is missing is known: every rank writes the KV of all
-        tokens, and the time that the GPU is not busy, 3 to 6 ms a step, does not shrink with P.
-        The rest has not been profiled.
+        Qwen3-8B shape, bf16, dummy weights, eager, 32768 tokens a step, one output token. Ranks run
+        one at a time on one GPU, with all of their work and nothing on a link; the slowest rank
+        counts. The bar is 95 % of ideal at 32k and 128k: met but for P = 8 at 32k, where a rank has
+        4096 tokens. Some of what is missing is known: every rank writes the KV of all tokens (as
+        where ranks gather; copies, the default over NVLink, were not measured), and the time that
+        the GPU is not busy, 3 to 6 ms a step, does not shrink with P. The rest has not been
+        profiled.
         """,
         critical_path,
     ),
@@ -334,7 +336,7 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], list[str]]], ...
         "decode_h200",
         "One H200: decode",
         """
-        The same shape with default compilation and CUDA graphs; time of a decode step. The
+        Qwen3-8B's shape with default compilation and CUDA graphs; time of a decode step. The
         broadcast of the tokens is not on a link here. The bar is 2 %.
         """,
         decode,
@@ -518,9 +520,10 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], list[str]]], ...
         %; ahead of TP from 8k on, met by DeepSeek-V3.2's style (for Qwen3-30B-A3B's it was not
         timed); time per output token within 2 % of one GPU's: missed with one request, but for
         DeepSeek-V3.2's style, met with 16 and 64. With replicated experts there is no all-reduce,
-        and it takes 1.02 of one GPU's. Three calls: the command below, and `--measures ttft decode`
-        with all lengths, `--shapes qwen3-30b-a3b --layouts 'one GPU' PCP2 --together 2 --kv-gib 10`
-        and `--shapes deepseek-v32-8-layers --layouts 'one GPU' PCP2 TP2`.
+        and it takes 1.020 to 1.025 of one GPU's, which misses it by up to 0.5 %. Three calls: the
+        command below, and `--measures ttft decode` with all lengths, `--shapes qwen3-30b-a3b
+        --layouts 'one GPU' PCP2 --together 2 --kv-gib 10` and `--shapes deepseek-v32-8-layers
+        --layouts 'one GPU' PCP2 TP2`.
         """,
         ttft_gpus,
     ),
@@ -546,13 +549,14 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], list[str]]], ...
         "ttft_gpus_eager_h200",
         "Two H200s: eager engines",
         """
-        The same machine and commit, `--enforce-eager`. Qwen3-8B's shape is ahead of TP at all
-        lengths, below its bars (of default graphs) by up to 3 %. DeepSeek-V2-Lite's shape is slower
-        than one GPU at 4k, where ranks wait for the host: kernels that do not wait for another rank
-        take a fifth of the time. Of 32k tokens the exchange of hidden rows and latents is 7 % of
-        the time, of Qwen3-8B's shape that of KV 1.5 %, with TP 10 %. Two calls: the command below,
-        and `--measures ttft trace gather experts --lengths 4096 32768 --shapes deepseek-v2-lite
-        --layouts 'one GPU' PCP2 'PCP2 EP' --kv-gib 4`.
+        The machine and commit of "three shapes with experts", `--enforce-eager`. Qwen3-8B's shape
+        is ahead of TP at all lengths, below its bars (of default graphs) by up to 3 %.
+        DeepSeek-V2-Lite's shape is slower than one GPU at 4k, where ranks wait for the host:
+        kernels that do not wait for another rank take a fifth of the time. Of 32k tokens the
+        exchange of hidden rows and latents is 7 % of the time, of Qwen3-8B's shape that of KV 1.5
+        %, with TP 10 %. Two calls: the command below, and `--measures ttft trace gather experts
+        --lengths 4096 32768 --shapes deepseek-v2-lite --layouts 'one GPU' PCP2 'PCP2 EP' --kv-gib
+        4`.
         """,
         ttft_gpus,
     ),
@@ -561,7 +565,7 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], list[str]]], ...
         "Two H200s: an eager engine of MLA and experts",
         """
         The same on another machine and a later commit. Up to 8k tokens the host decides: P = 2
-        takes 104 ms at 4k, twice one GPU's time, and 106 at 8k, the same; TP took 84 ms in the
+        takes 103 ms at 4k, twice one GPU's time, and 105 at 8k, the same; TP took 84 ms in the
         first two runs at 4k, 52 to 56 in the other three, and what the host does for a layer has
         not been timed in such a run. From 32k on P = 2 is ahead of TP. By default, with graphs,
         P = 2 takes 35 and 63 ms at 4k and 8k.
@@ -588,10 +592,12 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], list[str]]], ...
         """
         The same on another machine, and an earlier commit, when these were options: PCP2 gathers
         and computes all rows of the last layer; "sampled" computes what is sampled from, and
-        "everything" copies KV to other ranks' caches besides, which both are the default since. The
-        last table has times as rank 0 sees them. DeepSeek-V2-Lite on one GPU takes 55 or 90 ms at
-        4k from one measurement to the next, for a reason that is not known. Two calls: the command
-        below, and the same with `--shapes deepseek-v2-lite --kv-gib 3` and its layouts.
+        "everything" copies KV to other ranks' caches besides, which both are the default since (the
+        layouts are "PCP2 gather, all rows", "PCP2 gather" and "PCP2" now, but that MLA's attention
+        leaves rows out, too). The last table has times as rank 0 sees them. DeepSeek-V2-Lite on one
+        GPU takes 55 or 90 ms at 4k from one measurement to the next, for a reason that is not
+        known. Two calls: the command below, and the same with `--shapes deepseek-v2-lite --kv-gib
+        3` and its layouts.
         """,
         ttft_gpus,
     ),
@@ -623,7 +629,7 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], list[str]]], ...
         The same shape and graphs, one side after the other on one GPU, nothing beside them:
         `--sizes 4 --sides ours`, then `--sides rival`. Prompts of 2k and 12k on one machine
         (commit 3613b54, 12 tokens and 3 repeats), the rest on another, each with 16 cores. A
-        prefill has 328 of our collectives, or 532 of the rival's.
+        prefill has 328 of our collectives, or 532 of the rival's, of the four ranks together.
         """,
         rival,
     ),
@@ -642,8 +648,9 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], list[str]]], ...
         "One H200: what does not shrink with P, sparse MLA",
         """
         8 layers in the style of DeepSeek-V3.2, eager; the ranks of P = 2 one at a time, with
-        nothing on a link and each with all experts. What kernels take on the slowest rank, less a
-        half of what they take on one GPU; matrix products are other kernels for other sizes.
+        nothing on a link and each with all experts. What each kernel takes on the rank where it
+        takes most, less a half of what it takes on one GPU; matrix products are other kernels for
+        other sizes.
         """,
         rank_kernels,
     ),
@@ -681,21 +688,20 @@ passed (commit cc5b649).
 
 NOT_MEASURED = """
 Code later than the commits named above: on GPUs it has not run. Over a link between GPUs: P above
-2, TP x P, ranks that share the KV cache, answers with experts whole or replicated, several prompts
-at once (`benchmarks/ttft_gpus.py`); Qwen3-30B-A3B's shape with TP; decode steps of
-DeepSeek-V2-Lite's with whole experts and with TP; DeepSeek-V3.2's style eagerly. KV capacity of
-other shapes (`kv_capacity.py`). What sharing the KV cache costs in decode steps of several requests
-and with CUDA graphs (`dcp_cost.py`), kernels that do not shrink with P of other shapes, at 128k and
-with other P (`rank_kernels.py`); beside the PCP of vLLM 0.26.0, sparse MLA with P = 4
-(`rival.py`).
-Answers on GPUs: gpt-oss's style, gathered, and GLM-4-MoE's with whole experts; replicated experts
-with P = 4; copies to other ranks with FLASHINFER and TRITON_MLA, with TP, with GLM-4-MoE's style
-and, of experts of GQA models, with P = 4; the last layer of sampled rows with P = 4, with other GQA
-backends than FLASH_ATTN, and with D > 1; with D > 1 other graph modes than FULL_AND_PIECEWISE;
-sparse MLA with D > 1 and CUDA graphs where TP ranks share the cache, too, and on
-FLASH_ATTN_MLA_SPARSE with P = 4; accuracies of real models (`tests/evals/gsm8k`). Blackwell
-(CUTLASS_MLA, FLASHINFER_MLA, FLASHINFER_MLA_SPARSE), FLASH_ATTN_DIFFKV, more than one host, AMX and
-NEON, FlashAttention 2 and 4.
+2, TP x P, ranks that share the KV cache, answers with experts whole or replicated
+(`benchmarks/ttft_gpus.py`), times of several prompts at once; Qwen3-30B-A3B's shape with TP; decode
+steps of DeepSeek-V2-Lite's with whole experts and with TP; DeepSeek-V3.2's style eagerly. KV
+capacity of other shapes (`kv_capacity.py`). What sharing the KV cache costs in decode steps of
+several requests and with CUDA graphs (`dcp_cost.py`), kernels that do not shrink with P of other
+shapes, at 128k and with other P (`rank_kernels.py`); beside the PCP of vLLM 0.26.0, sparse MLA with
+P = 4 (`rival.py`). Answers on GPUs: with CUDA graphs gpt-oss's style, gathered, and GLM-4-MoE's
+with whole experts; replicated experts with P = 4; copies to other ranks with FLASHINFER and
+TRITON_MLA, with TP, with GLM-4-MoE's style and, of experts of GQA models, with P = 4; the last
+layer of sampled rows with P = 4, with other GQA backends than FLASH_ATTN, and with D > 1; with D >
+1 other graph modes than FULL_AND_PIECEWISE; sparse MLA with D > 1 and CUDA graphs where TP ranks
+share the cache, too, and on FLASH_ATTN_MLA_SPARSE with P = 4; accuracies of real models
+(`tests/evals/gsm8k`). Blackwell (CUTLASS_MLA, FLASHINFER_MLA, FLASHINFER_MLA_SPARSE),
+FLASH_ATTN_DIFFKV, more than one host, AMX and NEON, FlashAttention 2 and 4.
 """
 
 

@@ -5,7 +5,8 @@
 
 Each engine runs in a process of its own. Ours find vLLM 0.25.1 and this package on PYTHONPATH as it
 is; for the rival's, a folder with the other vLLM is put in front of it, and plugins are left out.
-DeepSeek-V2-Lite's shape, dummy weights that route tokens to all experts, bf16, prefix caching off.
+DeepSeek-V2-Lite's shape by default, dummy weights that route tokens to all experts, bf16, prefix
+caching off.
 
 Ranks share GPU 0 and talk through sockets (``one_gpu.py``), ours when they exchange new KV, too. So
 a wall time is the work of all ranks and their communication, one after the other: it compares two

@@ -7,6 +7,9 @@ Eight layers of Qwen3-0.6B's shape, fp32, dummy weights, prefix caching off, the
 one output token, one request at a time. One engine at a time; every other round runs the layouts in
 reverse, so that a machine that drifts favours none. The engine's own process is bound to no core:
 one rank has the second core to itself for it.
+
+A run goes on where its ``--json`` file stops, by default the one in results/: give another one to
+measure anew.
 """
 
 from __future__ import annotations

@@ -325,8 +325,11 @@ def main() -> None:
     parser.add_argument("--concurrencies", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--decode-tokens", type=int, default=256)
     parser.add_argument("--batched-tokens", type=int, default=32768, help="most tokens of a step")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=5, help="of a time to first token")
     args = parser.parse_args()
+    known = {name for shape in args.shapes for name in layouts(shape, args.gpus)}
+    if unknown := sorted(set(args.layouts or ()) - known):
+        parser.error(f"unknown --layouts {unknown}; there are {sorted(known)}")
 
     rows = run_steps(
         args,

@@ -181,7 +181,7 @@ def seams_page() -> str:
     lines = [
         "# Seams",
         "",
-        "What this package wraps in vLLM. `python -m vllm.plugins.pcp.seams` writes this page.",
+        "What this package wraps in vLLM. `python -m vllm.plugins.pcp.seams` prints this page.",
         "",
         f"Pinned to vllm=={PINNED_VLLM}. With another version, or another source of one of them,",
         "nothing is installed, and start-up stops with one error that lists every difference. (The",
