@@ -9,6 +9,7 @@ one by one, and lets every rank read what the plan says.
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -161,6 +162,9 @@ def test_every_query_sees_its_past_once(rows: list[Row], page_size: int, spare: 
         assert batch.num_tokens == int(batch.cu_seqlens[-1]) <= max_tokens
         assert not (batch.start % page_size).any()
         projected.update(keys_of(batch, rows))
+    for batch, following in pairwise(prefill.batches):
+        is_next_piece = following.start[0] > 0
+        assert is_next_piece or batch.num_tokens + following.cu_seqlens[1] > max_tokens
     # Each token up to the end of its request's last row, and none twice.
     ends = {req: max(s + n for r, s, n in rows if r == req) for req, _, _ in rows}
     assert projected == Counter(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -121,6 +122,18 @@ def test_each_token_sees_its_prefix_in_one_chunk(
                         assert visible == [(req, before) for before in range(position + 1)]
             assert seen == Counter(range(len(tokens)))
     assert (num_chunks > 1) == (max_chunks > 1)
+
+
+def test_a_chunk_ends_where_the_next_request_has_no_room() -> None:
+    shards = KVShards(2, 0, 1, (0, 1))
+    num_pairs = 0
+    for plan in partitions(100):
+        max_rows = longest(plan, shards)
+        for chunk, following in pairwise(chunks_of(plan, 0, shards, max_rows).chunks):
+            num_pairs += 1
+            num_read = int(chunk.cu_kept[-1] + following.cu_kept[1])
+            assert shards.world_size * num_read > max_rows
+    assert num_pairs > 0
 
 
 def test_ranks_gather_the_same() -> None:
