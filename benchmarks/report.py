@@ -34,8 +34,9 @@ SHARED_CACHES = {
     "shared_tp2": " with TP = 2 and D = TP x P",
 }
 # And where the experts are.
-NUM_KERNELS = 8
 EXPERTS = {"parallel": " with EP", "replicated": " with replicated experts"}
+# Listed of each prefill, those that are furthest from their share.
+NUM_KERNELS = 8
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
