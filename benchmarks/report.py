@@ -629,7 +629,7 @@ SECTIONS: tuple[tuple[str, str, str, Callable[[dict[str, Any]], list[str]]], ...
         """
         The same shape and graphs, one side after the other on one GPU, nothing beside them:
         `--sizes 4 --sides ours`, then `--sides rival`. Prompts of 2k and 12k on one machine
-        (commit 3613b54, 12 tokens and 3 repeats), the rest on another, each with 16 cores. A
+        (commit 3613b54, 3 repeats), the rest on another, each with 16 cores. A
         prefill has 328 of our collectives, or 532 of the rival's, of the four ranks together.
         """,
         rival,
@@ -702,7 +702,7 @@ layer of sampled rows with P = 4, with other GQA backends than FLASH_ATTN, and w
 1 other graph modes than FULL_AND_PIECEWISE; sparse MLA with D > 1 and CUDA graphs where TP ranks
 share the cache, too, and on FLASH_ATTN_MLA_SPARSE with P = 4; accuracies of real models
 (`tests/evals/gsm8k`). Blackwell (CUTLASS_MLA, FLASHINFER_MLA, FLASHINFER_MLA_SPARSE),
-FLASH_ATTN_DIFFKV, more than one host, AMX and NEON, FlashAttention 2 and 4.
+engines with FLASH_ATTN_DIFFKV, more than one host, AMX and NEON, FlashAttention 2 and 4.
 """
 
 

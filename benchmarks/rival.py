@@ -13,7 +13,8 @@ a wall time is the work of all ranks and their communication, one after the othe
 implementations, and says nothing about time to first token on several GPUs. Kernels that do not
 communicate, of all ranks together, are counted and timed by the profiler in a prefill of their own;
 while several ranks have some to run, the time of one holds that of others. Decode steps run prompts
-of one token. CUDA graphs are ours by default, PIECEWISE the rival's, whose PCP takes no others.
+of one token. CUDA graphs are ours by default, PIECEWISE the rival's, whose PCP takes no others;
+vLLM's own are of the batch sizes that decode steps are timed with, and of no others.
 ``--sizes 1`` tells what the two versions of vLLM differ by without PCP.
 
 To be expected of an engine with all that it measures: three minutes. Figures are printed, and kept,

@@ -164,9 +164,14 @@ class ChosenExperts(torch.nn.Module):
 
 
 class LateSide:
-    """A stream beside the current one, on which nothing has been written until it is joined."""
+    """A stream beside the current one, on which nothing has been written until it is joined.
+
+    Attributes:
+        num_tensors: Results of collectives that ran there.
+    """
 
     def __init__(self) -> None:
+        self.num_tensors = 0
         self._written: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def gather_together(
@@ -185,6 +190,7 @@ class LateSide:
         self._written.clear()
 
     def _hide(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.num_tensors += 1
         self._written.append((tensor, tensor.clone()))
         return tensor.zero_()
 
@@ -254,6 +260,7 @@ def run_layer(layer: Layer, config: VllmConfig, collectives: list[str]) -> dict[
         for name in ("gather_together", "reduce_scatter_rows"):
             patch.setattr(moe_runner, name, getattr(late, name))
         run("overlapped", PARTITIONED, own_rows)
+        results["tensors beside"] = late.num_tensors
     if layer.name in CHOOSING_LAYERS:
         runner.router = router = Chooser(layer)
         runner.routed_experts.quant_method = ChosenExperts(weights)

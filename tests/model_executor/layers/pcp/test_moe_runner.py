@@ -86,6 +86,8 @@ def test_shared_experts_are_cut_in_two_for_collectives_to_run_beside(
         for rank in tp_ranks:
             results = rank[layer.name, is_ep]
             assert results["overlapped shared rows"] == halves
+            # Rows and logits on their way to the experts, and the output on its way back.
+            assert results["tensors beside"] == (3 if halves else 0)
             assert len(results["partitioned shared rows"]) == len(halves) // 2
             collectives = results["overlapped collectives"]
             assert collectives == results["partitioned collectives"]
@@ -181,9 +183,10 @@ def test_every_rank_refuses_what_reads_more_than_rows(folder: Path) -> None:
             )
 
 
-def test_refuses_another_plugins_runner(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(op_registry_oot, "MoERunner", torch.nn.Module)
-    with pytest.raises(RuntimeError, match=r"another plugin has replaced \(got Module\)"):
+@pytest.mark.parametrize("name", ["MoERunner", "SparseAttnIndexer"])
+def test_refuses_another_plugins_layer(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setitem(op_registry_oot, name, torch.nn.Module)
+    with pytest.raises(RuntimeError, match=rf"{name}, which another .* replaced \(got Module\)"):
         register_layers(shares_experts=True)
 
 

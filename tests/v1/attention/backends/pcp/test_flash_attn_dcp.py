@@ -29,6 +29,7 @@ from tests.v1.worker.gpu.pcp.oracle import Batch, Request
 from vllm.config import set_current_vllm_config
 from vllm.distributed.pcp.kv_shards import KVShards
 from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends import flash_attn as stock
 from vllm.v1.attention.backends.pcp import context_plan, flash_attn, flash_attn_metadata
 from vllm.v1.attention.backends.pcp.cpu_attn import PCPCPUAttentionBackend
 from vllm.v1.worker import workspace
@@ -296,6 +297,7 @@ def test_bounds_on_tokens_and_keys_of_a_rank(size: int) -> None:
         ("alibi_slopes", 4, [1.0, 1.0]),
         ("sliding_window", 5, 128),
         ("kv_sharing_target_layer_name", 9, "model.layers.0"),
+        ("sinks", 10, torch.zeros(2)),
     ],
 )
 def test_attention_that_depends_on_more_than_keys_is_refused(
@@ -303,7 +305,9 @@ def test_attention_that_depends_on_more_than_keys_is_refused(
 ) -> None:
     setting = setting_of("P2")
     Ranks(setting, monkeypatch)
-    arguments: list[Any] = [2, 8, 1.0, 2, None, None, "auto", None, "decoder", None]
+    # What a CPU build does not import.
+    monkeypatch.setattr(stock, "flash_attn_supports_sinks", lambda: True, raising=False)
+    arguments: list[Any] = [2, 8, 1.0, 2, None, None, "auto", None, "decoder", None, None]
     arguments[position] = value
     with pytest.raises(NotImplementedError, match=f"got {name}"):
         flash_attn.PCPFlashAttentionImpl(*arguments)

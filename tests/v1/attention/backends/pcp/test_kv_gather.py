@@ -188,3 +188,17 @@ def test_a_rank_writes_its_own_rows_and_hands_them_on(
     ((cache, own_slots),) = handed_on
     assert cache is actual
     assert torch.equal(own_slots, slots[rows])
+
+
+def test_caches_are_shared_only_by_attention_that_can() -> None:
+    from vllm.v1.attention.backends.pcp.kv_gather import GatherKVMixin
+
+    class Stock:
+        dcp_world_size = 2
+
+    class Impl(GatherKVMixin, Stock):
+        pass
+
+    impl: Any = Impl
+    with pytest.raises(NotImplementedError, match="got Impl"):
+        impl()

@@ -568,3 +568,14 @@ def test_ranks_go_on_together_or_not_at_all(runner: Any, monkeypatch: pytest.Mon
             with pytest.raises(RuntimeError, match="a trial failed: of so few rows"):
                 runner._try_sampled_rows(4)
         assert answers[:2] == [False, True]
+
+
+def test_refuses_attention_that_nobody_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = {
+        Attention: {"layers.0": SimpleNamespace(impl=SimpleNamespace(supports_pcp=True))},
+        MLAAttention: {"layers.1": SimpleNamespace(impl=SimpleNamespace(supports_pcp=False))},
+    }
+    monkeypatch.setattr(model_runner, "get_layers_from_vllm_config", lambda _, kind: layers[kind])
+    runner: Any = SimpleNamespace(vllm_config=None)
+    with pytest.raises(NotImplementedError, match=r"got \{'SimpleNamespace': 'layers.1'\}"):
+        PCPRunnerMixin._max_kv_row_bytes(runner)

@@ -362,3 +362,14 @@ def test_a_rank_that_goes_by_its_own_rows_is_noticed(
         first, second = collectives_of(process, ranks, batch)
         differs |= first != second
     assert differs
+
+
+def test_caches_are_not_shared_with_a_prefill_backend_that_takes_no_plan() -> None:
+    class Builder(PlanPrefillMixin, MLACommonMetadataBuilder[Any]):
+        pass
+
+    builder: Any = object.__new__(Builder)
+    builder._has_plan = False
+    builder._prefill_backend = SimpleNamespace(get_name=lambda: "OTHER")
+    with pytest.raises(NotImplementedError, match="got OTHER"):
+        builder._share(2)
